@@ -1,0 +1,27 @@
+# What a developer runs; `make` alone lists it. Nothing here needs root or leaves the folder.
+.DEFAULT_GOAL := help
+.PHONY: help build demo run test lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build: ## compile the daemon (dev profile)
+	cargo build --locked
+
+demo: ## play the whole story on a real server, with the real binary; PROFILE=release for the fast build
+	@tests/tools/demo.sh
+
+run: ## start a server, set it up and run the daemon in the foreground; Ctrl-C stops
+	@tests/tools/run.sh
+
+test: ## run all tests; ARGS="story" picks some
+	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo test --locked $(ARGS)
+
+lint: ## formatting, clippy and rustdoc, warnings are errors
+	cargo fmt --check
+	cargo clippy --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items --locked
+
+clean: ## remove what was built and fetched, and the data of `make run`
+	cargo clean
+	rm -rf .tools

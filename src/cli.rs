@@ -1,0 +1,173 @@
+//! Flags → settings → logging → command → exit code.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::commands::publish::PublishArgs;
+use crate::commands::run::RunError;
+use crate::commands::setup::{SetupArgs, TeardownArgs};
+use crate::commands::status::StatusArgs;
+use crate::commands::{check, config, healthcheck, publish, run, setup, status};
+use crate::config::{Config, Loaded, LogFormat};
+use crate::errors::chain;
+use crate::handler::Handler;
+use crate::logging;
+use crate::store::OpenError;
+use crate::worker::{Until, WorkerError};
+
+/// It ran and failed, or the deadline of the drain passed.
+const FAILED: u8 = 1;
+/// The operator must change flags, settings, the consumer or the database file; a restart would not help.
+const OPERATOR: u8 = 2;
+
+/// Applies each order of a JetStream stream once: acknowledged only after its effect is durable.
+#[derive(Debug, Parser)]
+#[command(name = "order-processor", version)]
+struct Cli {
+    /// Settings file (TOML) [default: /etc/order-processor/config.toml, if it exists]
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Process orders until SIGTERM
+    Run(RunArgs),
+    /// Look at settings, connection, consumer and database; exit 1 if one of them fails
+    Check,
+    /// Print the effective settings and where each came from
+    Config(ConfigArgs),
+    /// Create the stream and the consumer where they are missing
+    Setup(SetupArgs),
+    /// Delete the stream with all its messages, or only the consumer; asks first
+    Teardown(TeardownArgs),
+    /// Publish orders
+    Publish(PublishArgs),
+    /// Show ack floor, pending, redelivered, processed and dead letters
+    Status(StatusArgs),
+    /// Exit 0 if the daemon on this machine is ready, 1 if not (for containers)
+    Healthcheck,
+}
+
+#[derive(Debug, Args)]
+struct RunArgs {
+    /// Process what is pending, then exit
+    #[arg(long)]
+    until_idle: bool,
+}
+
+#[derive(Debug, Args)]
+struct ConfigArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The whole program around a handler. A daemon of your own is a `main` that calls this with your [`Handler`].
+pub fn main(handler: impl Handler) -> ExitCode {
+    // Exits by itself, with 2 for wrong flags.
+    let cli = Cli::parse();
+    let loaded = match Config::load(cli.config.as_deref(), std::env::vars_os()) {
+        Ok(loaded) => loaded,
+        Err(problems) => return fail(OPERATOR, &problems.to_string()),
+    };
+    // What a command prints is its answer; logs of a command that is no daemon are for people.
+    let daemon = matches!(cli.command, Command::Run(_));
+    let format = if daemon { loaded.config.log.format } else { LogFormat::Text };
+    let reload = match logging::init(&loaded.config.log.level, format) {
+        Ok(reload) => reload,
+        Err(error) => return fail(OPERATOR, &chain(&error)),
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(FAILED, &format!("cannot start the runtime: {error}")),
+    };
+    let code = runtime.block_on(dispatch(cli, loaded, handler, reload));
+    // A batch that outlasted the drain's deadline is not waited for: nothing of it is durable or acknowledged.
+    runtime.shutdown_background();
+    code
+}
+
+async fn dispatch(cli: Cli, loaded: Loaded, handler: impl Handler, reload: logging::Reload) -> ExitCode {
+    let mut out = io::stdout();
+    let settings = loaded.config.clone();
+    match cli.command {
+        Command::Run(args) => {
+            let until = if args.until_idle { Until::Idle } else { Until::Stopped };
+            match run::run(settings, cli.config, Arc::new(handler), reload, until).await {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    tracing::error!("{}", chain(&error));
+                    ExitCode::from(run_code(&error))
+                }
+            }
+        }
+        Command::Check => answer(check::run(&settings, &mut out).await),
+        Command::Config(args) => answer(config::run(&loaded, args.json, &mut out).map(|()| true)),
+        Command::Setup(args) => match setup::setup(&settings, args, &mut out).await {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+        Command::Teardown(args) => match setup::teardown(&settings, args, &mut out).await {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+        Command::Publish(args) => match publish::run(&settings, args).await {
+            Ok(published) => {
+                let text =
+                    format!("published {}, of which {} were known already\n", published.stored, published.duplicates);
+                answer(out.write_all(text.as_bytes()).map(|()| true))
+            }
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+        Command::Status(args) => answer(status::run(&settings, args, &mut out).await),
+        Command::Healthcheck => match healthcheck::run(settings.http.listen).await {
+            Ok(()) => answer(out.write_all(b"ready\n").map(|()| true)),
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+    }
+}
+
+/// The exit code of a command that printed its answer; a reader that went away is no failure of ours.
+fn answer(printed: io::Result<bool>) -> ExitCode {
+    match printed {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(FAILED),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(error) => fail(FAILED, &format!("cannot write the answer: {error}")),
+    }
+}
+
+fn run_code(error: &RunError) -> u8 {
+    match error {
+        RunError::Bind(_) => OPERATOR,
+        RunError::Open(error) => match error {
+            OpenError::MissingFolder(_)
+            | OpenError::NotADatabase(_)
+            | OpenError::NotOurs(_)
+            | OpenError::Newer { .. }
+            | OpenError::Foreign { .. }
+            | OpenError::Held { .. }
+            | OpenError::Io { .. } => OPERATOR,
+            OpenError::Database { source, .. } if source.class == crate::metrics::DbErrorClass::Corrupt => OPERATOR,
+            OpenError::Database { .. } => FAILED,
+        },
+        RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,
+        RunError::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_))
+        | RunError::Count(_)
+        | RunError::Signals(_) => FAILED,
+    }
+}
+
+/// One line on stderr, whatever state stderr is in.
+fn fail(code: u8, text: &str) -> ExitCode {
+    // Nobody left to tell: the exit code still does.
+    let _: io::Result<()> = writeln!(io::stderr(), "order-processor: {text}");
+    ExitCode::from(code)
+}

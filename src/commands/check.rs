@@ -1,0 +1,52 @@
+//! `check`: whether `run` would find everything as it needs it. Changes nothing.
+
+use std::io::{self, Write};
+
+use crate::config::Config;
+use crate::consumer::gate::{self, Expectations, Severity};
+use crate::consumer::{self, connection};
+use crate::errors::chain;
+use crate::store::sqlite;
+
+/// Prints one line for each thing looked at. `false` if one of them fails.
+pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
+    let mut all_good = true;
+    let mut say = |good: bool, what: &str, text: &str| {
+        all_good &= good;
+        writeln!(out, "{:<5} {what:<11} {text}", if good { "ok" } else { "FAIL" })
+    };
+    // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
+    say(true, "config", "every setting is valid")?;
+    match connection::connect(&config.nats, None).await {
+        Ok(client) => {
+            let version = client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
+            say(true, "connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
+            match consumer::look(&client, &config.consumer.stream, &config.consumer.name).await {
+                Ok(found) => {
+                    let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
+                    if findings.iter().all(|finding| finding.severity == Severity::Warned) {
+                        let (stream, consumer) = (&config.consumer.stream, &config.consumer.name);
+                        say(true, "consumer", &format!("{consumer} on {stream}"))?;
+                    }
+                    for finding in findings {
+                        match finding.severity {
+                            Severity::Refused => say(false, "consumer", &finding.text)?,
+                            Severity::Warned => say(true, "warning", &finding.text)?,
+                        }
+                    }
+                }
+                Err(error) => say(false, "consumer", &error.to_string())?,
+            }
+        }
+        Err(error) => {
+            say(false, "connection", &error.to_string())?;
+            say(false, "consumer", "not looked at without a connection")?;
+        }
+    }
+    match sqlite::check(&config.database.path).await {
+        Ok(()) if config.database.path.exists() => say(true, "database", &config.database.path.display().to_string())?,
+        Ok(()) => say(true, "database", &format!("{} will be created", config.database.path.display()))?,
+        Err(error) => say(false, "database", &chain(&error))?,
+    }
+    Ok(all_good)
+}

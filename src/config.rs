@@ -1,0 +1,294 @@
+//! The settings: where they come from, what each one allows, and every problem with them at once.
+//! `config/default.toml` ← file ← environment. Nothing here opens a secret file or reads the process environment:
+//! the caller passes the variables, so that tests can pass their own.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use parse::ByteSize;
+use read::{Reader, Refused, read_config};
+use sources::{env_layer, file_layer, toml_layer};
+
+mod parse;
+mod read;
+mod sources;
+#[cfg(test)]
+mod tests;
+
+const DEFAULT_TOML: &str = include_str!("../config/default.toml");
+const SYSTEM_FILE: &str = "/etc/order-processor/config.toml";
+const ENV_PREFIX: &str = "ORDER_PROCESSOR__";
+
+/// All settings, checked: a value of this type needs no further validation. `Debug` prints no secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    pub nats: Nats,
+    pub consumer: Consumer,
+    pub batch: Batch,
+    pub retry: Retry,
+    pub inbox: Inbox,
+    pub database: Database,
+    pub http: Http,
+    pub shutdown: Shutdown,
+    pub log: Log,
+}
+
+impl Config {
+    /// Merges the defaults, the file and the environment, later ones winning, and checks the result.
+    ///
+    /// `file` is the operand of `--config` and must exist; `None` means `/etc/order-processor/config.toml`, if it
+    /// exists. Of `env` only `ORDER_PROCESSOR__*` counts: with two underscores, because Kubernetes sets
+    /// `ORDER_PROCESSOR_PORT` and the like for a service of our name.
+    pub fn load(file: Option<&Path>, env: impl IntoIterator<Item = (OsString, OsString)>) -> Result<Loaded, Problems> {
+        load_from(file, Path::new(SYSTEM_FILE), env)
+    }
+}
+
+/// The server and how to log in to it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Nats {
+    /// One or more `nats://host:port` or `tls://host:port`, separated by commas without white space. May hold a
+    /// password: print [`Nats::redacted_url`] instead.
+    pub url: String,
+    pub auth: Auth,
+    pub tls: Tls,
+}
+
+impl Nats {
+    /// [`Nats::url`] with `***` for the user and password of each server.
+    pub fn redacted_url(&self) -> String {
+        parse::redact(&self.url)
+    }
+}
+
+impl fmt::Debug for Nats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nats")
+            .field("url", &self.redacted_url())
+            .field("auth", &self.auth)
+            .field("tls", &self.tls)
+            .finish()
+    }
+}
+
+/// The one way to log in. Secrets stay in their files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Auth {
+    /// Nothing configured, or a user in [`Nats::url`].
+    None,
+    UserPassword {
+        user: String,
+        password_file: PathBuf,
+    },
+    Token {
+        token_file: PathBuf,
+    },
+    Nkey {
+        nkey_file: PathBuf,
+    },
+    /// A JWT and its seed.
+    Credentials {
+        credentials_file: PathBuf,
+    },
+}
+
+/// PEM files. The certificate and the key are both set, or neither.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    pub ca_file: Option<PathBuf>,
+    pub cert_file: Option<PathBuf>,
+    pub key_file: Option<PathBuf>,
+}
+
+/// What to bind to. Both names are legal JetStream names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Consumer {
+    pub stream: String,
+    pub name: String,
+}
+
+/// The bounds of one commit and of what is prefetched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// 1 to 10,000 messages.
+    pub max_messages: usize,
+    /// 64 KiB to 1 GiB, in bytes.
+    pub max_bytes: usize,
+}
+
+/// When a message that failed in the handler is tried again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Retry {
+    /// 1 to 1,000 runs of the handler.
+    pub max_attempts: u32,
+    /// At least 1 ms.
+    pub min_delay: Duration,
+    /// At least `min_delay`, at most 24 h.
+    pub max_delay: Duration,
+}
+
+/// What is remembered of processed messages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inbox {
+    pub on_conflict: OnConflict,
+    /// An RFC 6901 pointer, never empty, to the message id in a JSON payload.
+    pub id_pointer: Option<String>,
+    pub retention: Retention,
+}
+
+/// What becomes of a known message id with another digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnConflict {
+    DeadLetter,
+    Duplicate,
+}
+
+/// How long a processed message id is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retention {
+    /// While the stream could still hold or redeliver its message, and at least 7 days.
+    Auto,
+    /// 1 h to 10 years.
+    For(Duration),
+}
+
+/// Where the effects are stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Database {
+    /// As configured: `sqlite://relative.db` or `sqlite:///absolute.db`, without options.
+    pub url: String,
+    /// The file that `url` names.
+    pub path: PathBuf,
+}
+
+/// Where metrics, health and status are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Http {
+    /// Port 0 lets the system choose one.
+    pub listen: SocketAddr,
+}
+
+/// How long a stop may take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shutdown {
+    /// 1 s to 1 h, from the first signal to the exit.
+    pub timeout: Duration,
+}
+
+/// What is logged, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// Directives that [`crate::logging::parse_level`] accepts.
+    pub level: String,
+    pub format: LogFormat,
+}
+
+/// The form of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Text on a terminal, JSON elsewhere.
+    Auto,
+    Text,
+    Json,
+}
+
+/// The settings, and where each came from.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    pub config: Config,
+    /// Every key, in the order of `config/default.toml`.
+    pub settings: Vec<Setting>,
+}
+
+/// One effective setting, fit to be printed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting {
+    pub key: &'static str,
+    /// As it was written, passwords redacted; empty if not set.
+    pub value: String,
+    /// `default`, `file /etc/…` or `environment ORDER_PROCESSOR__…`.
+    pub source: String,
+}
+
+/// Everything that is wrong with the settings, one line each: key, source, value unless it may be secret, what is
+/// wrong and what is allowed.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", .0.join("\n"))]
+pub struct Problems(Vec<String>);
+
+impl Problems {
+    /// The lines that `Display` prints.
+    pub fn lines(&self) -> &[String] {
+        &self.0
+    }
+}
+
+/// One key, and what its problems say is allowed. The parsers enforce it: see [`read_config`].
+struct Known {
+    key: &'static str,
+    allowed: &'static str,
+}
+
+const fn known(key: &'static str, allowed: &'static str) -> Known {
+    Known { key, allowed }
+}
+
+const SERVERS: &str = "nats://host:port or tls://host:port, several with commas";
+const FILE: &str = "the path of a file";
+const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
+
+/// Every key, in the order of `config/default.toml`: a test compares the two.
+const SETTINGS: [Known; 24] = [
+    known("nats.url", SERVERS),
+    known("nats.credentials_file", FILE),
+    known("nats.nkey_file", FILE),
+    known("nats.user", "the name of a user"),
+    known("nats.password_file", FILE),
+    known("nats.token_file", FILE),
+    known("nats.tls.ca_file", FILE),
+    known("nats.tls.cert_file", FILE),
+    known("nats.tls.key_file", FILE),
+    known("consumer.stream", NAME),
+    known("consumer.name", NAME),
+    known("batch.max_messages", "a whole number from 1 to 10000"),
+    known("batch.max_bytes", "bytes, or a size such as \"8MiB\", from 64KiB to 1GiB"),
+    known("retry.max_attempts", "a whole number from 1 to 1000"),
+    known("retry.min_delay", "a duration such as \"1s\", from 1ms to 24h"),
+    known("retry.max_delay", "a duration such as \"5m\", from retry.min_delay to 24h"),
+    known("inbox.on_conflict", "\"dead-letter\" or \"duplicate\""),
+    known("inbox.id_pointer", "a JSON pointer such as \"/order/id\", in which ~ is written ~0 and a / in a name ~1"),
+    known("inbox.retention", "\"auto\", or a duration such as \"30d\", from 1h to 10y"),
+    known("database.url", "sqlite://relative.db or sqlite:///absolute.db"),
+    known("http.listen", "an IP address and port, such as \"127.0.0.1:9464\" or \"[::]:9464\""),
+    known("shutdown.timeout", "a duration such as \"25s\", from 1s to 1h"),
+    known("log.level", "error, warn, info, debug, trace or off, then target=level with commas"),
+    known("log.format", "\"auto\", \"text\" or \"json\""),
+];
+
+fn load_from(
+    file: Option<&Path>,
+    system_file: &Path,
+    env: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Loaded, Problems> {
+    let mut problems = Vec::new();
+    let defaults = toml_layer(DEFAULT_TOML, "default", &mut problems);
+    let from_file = file_layer(file, system_file, &mut problems);
+    let from_env = env_layer(env, &mut problems);
+    // Without the whole file the checks below would report what the file may well have set right.
+    let (Some(defaults), Some(from_file)) = (defaults, from_file) else { return Err(Problems(problems)) };
+
+    let merged = ::config::Config::builder()
+        .add_source(defaults)
+        .add_source(from_file)
+        .add_source(from_env)
+        .build()
+        .expect("merging cannot fail: the layers are in memory and hold only known keys");
+    let mut reader = Reader { merged: merged.cache, problems };
+    match read_config(&mut reader) {
+        Ok(config) if reader.problems.is_empty() => Ok(Loaded { config, settings: reader.settings() }),
+        Ok(_) | Err(Refused) => Err(Problems(reader.problems)),
+    }
+}

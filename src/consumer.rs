@@ -1,0 +1,719 @@
+//! The server's side: connect, bind to the durable, pull deliveries, acknowledge. Only this module knows what the client's
+//! messages look like. It never creates, changes or deletes anything on the server.
+//!
+//! We pull with requests of our own and read the answers from an inbox of our own, instead of using the client's pull stream:
+//! that one can stay silent for half a minute after a reconnect, asks again neither after a missed heartbeat nor after some
+//! errors, and spins when the client drains (seen with async-nats 0.51). Here every trouble has the same cure, [`Consumer::lose`]:
+//! look at stream and consumer again, then pull again. Deliveries that come in meanwhile are kept, since the inbox stays.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, SystemTime};
+
+use async_nats::connection::State as ConnectionState;
+use async_nats::jetstream::consumer::Info as ConsumerInfo;
+use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamErrorKind};
+use async_nats::jetstream::stream::Info as StreamInfo;
+use async_nats::jetstream::{self, ErrorCode};
+use async_nats::{Client, Message, Request, StatusCode, Subscriber};
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, StreamExt};
+use tokio::time::{Instant, sleep_until};
+
+use crate::config::Config;
+use crate::delivery::{Headers, Position, Raw, Reply};
+use crate::health::ConsumerView;
+use crate::metrics::NatsErrorKind;
+use crate::outcome::Acknowledgement;
+use crate::telemetry::{Reminder, Telemetry};
+use gate::{Expectations, Finding, Severity};
+
+pub mod connection;
+pub mod gate;
+
+/// The server says that a pull is alive this often; two missed ones mean that it is not.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+const SILENCE_MAX: Duration = Duration::from_millis(2500);
+/// How long one pull stays open on the server.
+const PULL_EXPIRES: Duration = Duration::from_secs(15);
+/// A pull whose end we have not heard of by then is forgotten.
+const PULL_GRACE: Duration = Duration::from_secs(2);
+/// How often [`Consumer::next`] looks at its clocks.
+const CHECK_EVERY: Duration = Duration::from_millis(200);
+const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
+const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
+/// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
+const HEADER_ROOM_BYTES: usize = 64 * 1024;
+/// Deliveries handed on at once.
+const CHUNK_MAX: usize = 256;
+
+/// The way to one durable pull consumer.
+pub struct Consumer {
+    target: Target,
+    telemetry: Arc<Telemetry>,
+    info_every: Duration,
+    state: State,
+    /// Client and inbox. They outlive a binding and go only when the client is dead.
+    link: Option<Link>,
+    /// What we were bound to last, to notice when it is another one.
+    last: Option<(i128, i128)>,
+    /// Deliveries that came in while it was in doubt whose they are.
+    stash: Vec<Arrival>,
+    failures: u32,
+    reminder: Reminder,
+    bound_once: bool,
+}
+
+/// What to bind to, and what it has to fit.
+#[derive(Clone)]
+struct Target {
+    config: Arc<Config>,
+}
+
+/// `Down` --time or reconnect--> `Binding` --stream and consumer are good--> `Bound` --any trouble--> `Down`.
+enum State {
+    Down {
+        until: Instant,
+    },
+    /// Holds the link, so that dropping [`Consumer::next`] half-way loses nothing.
+    Binding(BoxFuture<'static, (Option<Link>, Result<Found, BindError>)>),
+    Bound(Session),
+}
+
+struct Link {
+    client: Client,
+    inbox: Subscriber,
+    subject: String,
+}
+
+/// One binding, from a look at stream and consumer to the next trouble.
+struct Session {
+    limits: Limits,
+    created: (i128, i128),
+    /// Messages that open pulls may still bring.
+    outstanding: usize,
+    /// When the last pull must be over.
+    pull_deadline: Instant,
+    pulls: u64,
+    last_heard: Instant,
+    last_consumer_seq: u64,
+    /// The client's count of connections when we bound.
+    connects: u64,
+    checks: tokio::time::Interval,
+    info: Option<BoxFuture<'static, Result<Found, BindError>>>,
+    info_due: Instant,
+}
+
+/// What the consumer allows and when it delivers again.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// The shortest time in which the server may deliver a held message again.
+    pub ack_wait: Duration,
+    /// The last delivery there will be, if there is a last one.
+    pub max_deliver: Option<u64>,
+    backoff: Vec<Duration>,
+    max_batch: Option<usize>,
+    max_bytes: Option<usize>,
+    max_expires: Option<Duration>,
+    max_payload: usize,
+}
+
+/// One delivery, and where its acknowledgements go.
+pub type Arrival = (Raw, Reply);
+
+/// What happened on the server's side.
+pub enum Event {
+    /// We are bound. `another_stream`: what was delivered before belongs to a stream that is gone.
+    Bound { limits: Limits, stream_created_ns: i64, another_stream: bool },
+    /// In the order in which they came.
+    Deliveries(Vec<Arrival>),
+    /// A fresh look at stream and consumer.
+    Seen(ConsumerView),
+    /// The start gate is shut, before we were ever bound.
+    Refused(Vec<Finding>),
+}
+
+/// How much more the worker can take.
+#[derive(Clone, Copy, Debug)]
+pub struct Room {
+    pub messages: usize,
+    pub bytes: usize,
+}
+
+/// Stream and consumer as the server shows them.
+pub struct Found {
+    pub stream: StreamInfo,
+    pub consumer: ConsumerInfo,
+}
+
+/// Why we are not bound.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    #[error(transparent)]
+    Connect(#[from] connection::ConnectError),
+    #[error("stream {stream} does not exist; create it and its consumer with `order-processor setup`")]
+    NoStream { stream: String },
+    #[error("stream {stream} has no consumer {consumer}; create it with `order-processor setup`")]
+    NoConsumer { stream: String, consumer: String },
+    #[error("JetStream is not enabled on the server, or not for this account")]
+    NoJetStream,
+    #[error("the server does not answer {asked}: {error}")]
+    NoAnswer { asked: &'static str, error: String },
+    #[error("{}", .0.iter().map(|finding| finding.text.as_str()).collect::<Vec<_>>().join("; "))]
+    Refused(Vec<Finding>),
+    #[error("the client has ended")]
+    ClientDead,
+}
+
+/// Why a binding ended.
+struct Trouble {
+    cause: String,
+    kind: Option<NatsErrorKind>,
+    client_dead: bool,
+}
+
+impl Consumer {
+    pub fn new(config: Arc<Config>, telemetry: Arc<Telemetry>, info_every: Duration) -> Self {
+        Self {
+            target: Target { config },
+            telemetry,
+            info_every,
+            state: State::Down { until: Instant::now() },
+            link: None,
+            last: None,
+            stash: Vec::new(),
+            failures: 0,
+            reminder: Reminder::default(),
+            bound_once: false,
+        }
+    }
+
+    /// Waits for the next event; asks the server for at most `room` beyond what was asked for already.
+    ///
+    /// May be dropped at any await without losing a delivery. It never fails: whatever goes wrong is logged, counted, shown
+    /// in the health, and tried again.
+    pub async fn next(&mut self, room: Room) -> Event {
+        loop {
+            match &mut self.state {
+                State::Down { until } => {
+                    let reconnecting = self.link.as_ref().is_some_and(|link| !link.is_connected());
+                    if reconnecting {
+                        // Nothing to ask before the client is back, and then at once.
+                        tokio::time::sleep(RETRY_DELAY_MIN).await;
+                    } else {
+                        sleep_until(*until).await;
+                        self.state =
+                            State::Binding(bind(self.target.clone(), self.telemetry.clone(), self.link.take()).boxed());
+                    }
+                }
+                State::Binding(binding) => {
+                    let (link, found) = binding.await;
+                    self.link = link;
+                    match found {
+                        Ok(found) => return self.bound(found),
+                        Err(BindError::Refused(findings)) if !self.bound_once => return Event::Refused(findings),
+                        Err(error) => self.not_bound(&error),
+                    }
+                }
+                State::Bound(_) if !self.stash.is_empty() => return Event::Deliveries(std::mem::take(&mut self.stash)),
+                State::Bound(session) => {
+                    let Some(link) = &mut self.link else {
+                        self.lose(Trouble::dead());
+                        continue;
+                    };
+                    match session.step(link, &self.target, room, self.info_every, &mut self.stash).await {
+                        Ok(Step::Arrived) => {}
+                        Ok(Step::Seen(view)) => {
+                            self.telemetry.consumer_seen(&view);
+                            return Event::Seen(view);
+                        }
+                        Err(trouble) => self.lose(trouble),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tells the server about one delivery. Nothing comes back: what gets lost is delivered again, and is then a duplicate.
+    ///
+    /// # Errors
+    /// When there is no connection to send it over. Bound the time: a client that reconnects takes 2,048 and then blocks.
+    pub async fn acknowledge(&mut self, reply: &Reply, acknowledgement: Acknowledgement) -> Result<(), BindError> {
+        let link = self.link.as_ref().filter(|link| link.is_connected()).ok_or(BindError::ClientDead)?;
+        let payload = self.payload(reply, acknowledgement);
+        link.client.publish(reply.subject.clone(), payload).await.map_err(|_| BindError::ClientDead)?;
+        self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
+        Ok(())
+    }
+
+    /// Like [`Consumer::acknowledge`], and waits until the server says that it has it, and with it all that went before.
+    pub async fn acknowledge_with_receipt(
+        &mut self,
+        reply: &Reply,
+        acknowledgement: Acknowledgement,
+    ) -> Result<(), BindError> {
+        let link = self.link.as_ref().filter(|link| link.is_connected()).ok_or(BindError::ClientDead)?;
+        // Not the client's double ack: that one takes any answer for a receipt, also "no responders".
+        let request = Request::new().payload(self.payload(reply, acknowledgement));
+        let answer = link.client.send_request(reply.subject.clone(), request).await;
+        answer.map_err(|error| BindError::NoAnswer { asked: "the last acknowledgement", error: error.to_string() })?;
+        self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
+        Ok(())
+    }
+
+    /// Stops pulling for good and returns what had already been handed out to us.
+    ///
+    /// A delivery that reaches an inbox that is gone comes back only after `ack_wait`. So an open pull that the server is busy
+    /// answering is let run out first, for a moment; then the inbox goes, and a round trip makes sure that nothing is on its way.
+    pub async fn quiesce(&mut self) -> Vec<Arrival> {
+        const LULL: Duration = Duration::from_millis(50);
+        const RUN_OUT: Duration = Duration::from_millis(500);
+        const BIND_PATIENCE: Duration = Duration::from_secs(1);
+        let mut arrived = std::mem::take(&mut self.stash);
+        if let State::Binding(binding) = &mut self.state
+            && let Ok((link, _)) = tokio::time::timeout(BIND_PATIENCE, binding).await
+        {
+            self.link = link;
+            self.state = State::Down { until: Instant::now() };
+        }
+        let Some(link) = &mut self.link else { return arrived };
+        let deadline = Instant::now() + RUN_OUT;
+        while let State::Bound(session) = &mut self.state
+            && session.outstanding > 0
+        {
+            let patience = deadline.min(Instant::now() + LULL);
+            let Ok(Some(message)) = tokio::time::timeout_at(patience, link.inbox.next()).await else { break };
+            // Trouble is no longer of interest: we are leaving.
+            if session.take_in(message, &mut arrived).is_err() {
+                break;
+            }
+        }
+        if link.inbox.drain().await.is_ok() && link.is_connected() {
+            let asked = inspect(link.client.clone(), self.target.clone());
+            if tokio::time::timeout(Duration::from_secs(1), asked).await.is_err() {
+                tracing::debug!("no answer from the server, what it still sends us comes back after ack_wait");
+            }
+        }
+        while let Some(Some(message)) = link.inbox.next().now_or_never() {
+            arrived.extend(arrival(message));
+        }
+        arrived
+    }
+
+    fn bound(&mut self, found: Found) -> Event {
+        let created = found.created();
+        let rebound = self.last.is_some();
+        let another_stream = self.last.is_some_and(|last| last.0 != created.0);
+        let another_consumer = self.last.is_some_and(|last| last.1 != created.1);
+        self.last = Some(created);
+        self.bound_once = true;
+        self.failures = 0;
+        self.reminder.forget();
+        let limits = Limits::of(&found.consumer, self.link.as_ref().map_or(0, |link| link.client.max_payload()));
+        let (stream, consumer) = (&found.stream.config.name, &found.consumer.name);
+        if rebound {
+            self.telemetry.metrics.consumer_rebinds.increment(1);
+        }
+        if another_stream {
+            tracing::warn!(%stream, "the stream was deleted and created anew: its sequences start again");
+        } else if another_consumer {
+            tracing::warn!(%consumer, "the consumer was deleted and created anew: messages may come again");
+        }
+        for finding in gate::examine(&found.stream, &found.consumer, self.target.expectations()) {
+            if !rebound && finding.severity == Severity::Warned {
+                tracing::warn!("{}", finding.text);
+            }
+        }
+        let ack_floor = found.consumer.ack_floor.stream_sequence;
+        tracing::info!(%stream, %consumer, ack_floor, pending = found.consumer.num_pending, "bound");
+        self.telemetry.health.set_bound(Ok(()));
+        let view = found.view();
+        self.telemetry.consumer_seen(&view);
+        let connects = self.link.as_ref().map_or(0, Link::connects);
+        self.state = State::Bound(Session::new(limits.clone(), created, connects, Instant::now() + self.info_every));
+        let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
+        Event::Bound { limits, stream_created_ns, another_stream }
+    }
+
+    fn not_bound(&mut self, error: &BindError) {
+        let cause = error.to_string();
+        match error {
+            BindError::Connect(_) | BindError::ClientDead => self.telemetry.connected(Err(cause.clone())),
+            BindError::NoStream { .. }
+            | BindError::NoConsumer { .. }
+            | BindError::NoJetStream
+            | BindError::NoAnswer { .. }
+            | BindError::Refused(_) => {}
+        }
+        if let BindError::NoAnswer { .. } = error {
+            self.telemetry.metrics.nats_errors.increment(NatsErrorKind::Request, 1);
+        }
+        if self.reminder.is_due(&cause) {
+            tracing::warn!(%cause, "not bound, trying again");
+        }
+        self.telemetry.health.set_bound(Err(cause));
+        let delay = RETRY_DELAY_MIN * (1 << self.failures.min(6));
+        self.failures += 1;
+        self.state =
+            State::Down { until: Instant::now() + delay.min(RETRY_DELAY_MAX).mul_f64(0.75 + fastrand::f64() / 2.0) };
+    }
+
+    /// The one cure for all troubles of a binding.
+    fn lose(&mut self, trouble: Trouble) {
+        if let Some(kind) = trouble.kind {
+            self.telemetry.metrics.nats_errors.increment(kind, 1);
+        }
+        if trouble.client_dead {
+            tracing::error!("the client's connection task has ended, making a new client");
+            self.link = None;
+        } else {
+            tracing::info!(cause = %trouble.cause, "looking at stream and consumer again");
+        }
+        self.telemetry.health.set_bound(Err(trouble.cause));
+        self.state = State::Down { until: Instant::now() };
+    }
+
+    fn payload(&self, reply: &Reply, acknowledgement: Acknowledgement) -> bytes::Bytes {
+        match (&self.state, acknowledgement) {
+            (State::Bound(session), Acknowledgement::Nak { delay }) if !delay.is_zero() => {
+                let delay_ns = session.limits.nak_delay_ns(delay, reply.delivered);
+                format!("-NAK {{\"delay\":{delay_ns}}}").into()
+            }
+            _ => match acknowledgement.payload() {
+                std::borrow::Cow::Borrowed(fixed) => bytes::Bytes::from_static(fixed),
+                std::borrow::Cow::Owned(made) => made.into(),
+            },
+        }
+    }
+}
+
+enum Step {
+    /// Deliveries may have come into the stash.
+    Arrived,
+    Seen(ConsumerView),
+}
+
+impl Session {
+    fn new(limits: Limits, created: (i128, i128), connects: u64, info_due: Instant) -> Self {
+        let now = Instant::now();
+        Self {
+            limits,
+            created,
+            outstanding: 0,
+            pull_deadline: now,
+            pulls: 0,
+            last_heard: now,
+            last_consumer_seq: 0,
+            connects,
+            checks: tokio::time::interval(CHECK_EVERY),
+            info: None,
+            info_due,
+        }
+    }
+
+    /// Pulls if there is room, then waits for whatever comes first.
+    async fn step(
+        &mut self,
+        link: &mut Link,
+        target: &Target,
+        room: Room,
+        info_every: Duration,
+        stash: &mut Vec<Arrival>,
+    ) -> Result<Step, Trouble> {
+        self.pull(link, target, room).await?;
+        tokio::select! {
+            message = link.inbox.next() => {
+                self.take_in(message.ok_or_else(Trouble::dead)?, stash)?;
+                while stash.len() < CHUNK_MAX && let Some(Some(message)) = link.inbox.next().now_or_never() {
+                    self.take_in(message, stash)?;
+                }
+                Ok(Step::Arrived)
+            }
+            found = wait_for(&mut self.info) => {
+                self.info = None;
+                self.info_due = Instant::now() + info_every;
+                match found {
+                    Ok(found) if found.created() != self.created => Err(Trouble::new("stream or consumer was created anew", None)),
+                    Ok(found) => Ok(Step::Seen(found.view())),
+                    Err(error @ (BindError::NoStream { .. } | BindError::NoConsumer { .. })) => {
+                        Err(Trouble::new(error.to_string(), None))
+                    }
+                    Err(error) => Err(Trouble::new(error.to_string(), Some(NatsErrorKind::Request))),
+                }
+            }
+            _ = self.checks.tick() => self.check(link, target),
+        }
+    }
+
+    /// Asks for what there is room for, once that is worth a request: half a window, or anything when nothing is on its way.
+    async fn pull(&mut self, link: &Link, target: &Target, room: Room) -> Result<(), Trouble> {
+        let window = target.config.batch.max_messages;
+        let wanted = room.messages.saturating_sub(self.outstanding).min(self.limits.max_batch.unwrap_or(usize::MAX));
+        if wanted == 0 || room.bytes == 0 || (self.outstanding > 0 && wanted < window.div_ceil(2)) {
+            return Ok(());
+        }
+        // A limit below the largest possible message would block the consumer on it for ever.
+        let floor = self.limits.max_payload + HEADER_ROOM_BYTES;
+        let max_bytes = room.bytes.max(floor).min(self.limits.max_bytes.unwrap_or(usize::MAX));
+        let expires = PULL_EXPIRES.min(self.limits.max_expires.unwrap_or(PULL_EXPIRES));
+        let heartbeat = HEARTBEAT.min(expires / 2);
+        let request = serde_json::json!({
+            "batch": wanted,
+            "max_bytes": max_bytes,
+            "expires": expires.as_nanos() as u64,
+            "idle_heartbeat": heartbeat.as_nanos() as u64,
+        });
+        let consumer = &target.config.consumer;
+        let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", consumer.stream, consumer.name);
+        let reply = format!("{}.{}", link.subject, self.pulls);
+        let sent = link.client.publish_with_reply(subject, reply, request.to_string().into()).await;
+        sent.map_err(|_| Trouble::dead())?;
+        let now = Instant::now();
+        if self.outstanding == 0 {
+            // The silence before we asked is not the server's.
+            self.last_heard = now;
+        }
+        self.pulls += 1;
+        self.outstanding += wanted;
+        self.pull_deadline = now + expires + PULL_GRACE;
+        Ok(())
+    }
+
+    /// Takes a delivery into `stash`, or draws the conclusion from a status message.
+    fn take_in(&mut self, message: Message, stash: &mut Vec<Arrival>) -> Result<(), Trouble> {
+        self.last_heard = Instant::now();
+        let Some(status) = message.status else {
+            let Some(arrival) = arrival(message) else {
+                return Err(Trouble::new("a message that is no delivery came to our inbox", Some(NatsErrorKind::Pull)));
+            };
+            self.outstanding = self.outstanding.saturating_sub(1);
+            let consumer_seq = arrival.0.position.consumer_seq;
+            let backwards = consumer_seq <= self.last_consumer_seq;
+            self.last_consumer_seq = consumer_seq;
+            stash.push(arrival);
+            // A consumer counts upwards all its life: this is another one, perhaps on another stream of the same name.
+            return if backwards { Err(Trouble::new("the consumer counts anew", None)) } else { Ok(()) };
+        };
+        let description = message.description.as_deref().unwrap_or_default();
+        let left = message.headers.as_ref().and_then(|headers| headers.get("Nats-Pending-Messages"));
+        let left = left.and_then(|left| left.as_str().parse::<usize>().ok());
+        match (status, left) {
+            (StatusCode::IDLE_HEARTBEAT, _) => Ok(()),
+            // The end of one pull, as it should be: out of time, or the next message does not fit any more.
+            (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, Some(left)) => {
+                self.outstanding = self.outstanding.saturating_sub(left);
+                Ok(())
+            }
+            (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
+                self.outstanding = self.outstanding.saturating_sub(left);
+                Ok(())
+            }
+            (status, _) => {
+                Err(Trouble::new(format!("the server ended a pull: {status} {description}"), Some(NatsErrorKind::Pull)))
+            }
+        }
+    }
+
+    /// What no message tells: a reconnect, silence, a pull whose end got lost, the time for a fresh look.
+    fn check(&mut self, link: &Link, target: &Target) -> Result<Step, Trouble> {
+        let now = Instant::now();
+        if link.connects() != self.connects || !link.is_connected() {
+            return Err(Trouble::new("the connection was lost", None));
+        }
+        if self.outstanding > 0 && now.duration_since(self.last_heard) > SILENCE_MAX {
+            return Err(Trouble::new("the server has missed its heartbeats", Some(NatsErrorKind::Heartbeat)));
+        }
+        if self.outstanding > 0 && now > self.pull_deadline {
+            self.outstanding = 0;
+        }
+        if self.info.is_none() && now >= self.info_due {
+            self.info = Some(inspect(link.client.clone(), target.clone()).boxed());
+        }
+        Ok(Step::Arrived)
+    }
+}
+
+impl Link {
+    async fn new(target: &Target, telemetry: Arc<Telemetry>) -> Result<Self, BindError> {
+        let client = connection::connect(&target.config.nats, Some(telemetry)).await?;
+        let subject = client.new_inbox();
+        // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
+        let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
+        Ok(Self { client, inbox, subject })
+    }
+
+    fn is_connected(&self) -> bool {
+        self.client.connection_state() == ConnectionState::Connected
+    }
+
+    fn connects(&self) -> u64 {
+        self.client.statistics().connects.load(Ordering::Relaxed)
+    }
+}
+
+impl Target {
+    fn expectations(&self) -> Expectations {
+        Expectations::of(&self.config)
+    }
+}
+
+impl Limits {
+    fn of(consumer: &ConsumerInfo, max_payload: usize) -> Self {
+        let config = &consumer.config;
+        let positive = |value: i64| usize::try_from(value).ok().filter(|value| *value > 0);
+        Self {
+            ack_wait: config.backoff.iter().copied().min().unwrap_or(config.ack_wait),
+            max_deliver: u64::try_from(config.max_deliver).ok().filter(|max| *max > 0),
+            backoff: config.backoff.clone(),
+            max_batch: positive(config.max_batch),
+            max_bytes: positive(config.max_bytes),
+            max_expires: Some(config.max_expires).filter(|expires| !expires.is_zero()),
+            max_payload,
+        }
+    }
+
+    /// What to ask for so that the message comes after `delay`. With a backoff list the server counts a nak's delay from the
+    /// list's first step but lets it run to the step of this delivery; the difference is taken off, also below zero
+    /// (nats-server 2.15, `processNak` and `checkPending`).
+    fn nak_delay_ns(&self, delay: Duration, delivered: u64) -> i128 {
+        let wanted = delay.as_nanos() as i128;
+        let (Some(first), Some(last)) = (self.backoff.first(), self.backoff.last()) else { return wanted };
+        let step =
+            usize::try_from(delivered.saturating_sub(1)).ok().and_then(|step| self.backoff.get(step)).unwrap_or(last);
+        wanted + first.as_nanos() as i128 - step.as_nanos() as i128
+    }
+}
+
+impl Found {
+    /// When stream and consumer were created: what tells them from others of the same name.
+    fn created(&self) -> (i128, i128) {
+        (self.stream.created.unix_timestamp_nanos(), self.consumer.created.unix_timestamp_nanos())
+    }
+
+    /// The figures that operators look at.
+    pub fn view(&self) -> ConsumerView {
+        let (state, consumer) = (&self.stream.state, &self.consumer);
+        ConsumerView {
+            ack_floor_stream_seq: consumer.ack_floor.stream_sequence,
+            ack_floor_consumer_seq: consumer.ack_floor.consumer_sequence,
+            delivered_stream_seq: consumer.delivered.stream_sequence,
+            num_pending: consumer.num_pending,
+            num_ack_pending: consumer.num_ack_pending as u64,
+            num_redelivered: consumer.num_redelivered as u64,
+            num_waiting: consumer.num_waiting as u64,
+            stream_first_seq: state.first_sequence,
+            stream_last_seq: state.last_sequence,
+            paused: consumer.paused,
+            taken_at: SystemTime::now(),
+        }
+    }
+}
+
+impl Trouble {
+    fn new(cause: impl Into<String>, kind: Option<NatsErrorKind>) -> Self {
+        Self { cause: cause.into(), kind, client_dead: false }
+    }
+
+    fn dead() -> Self {
+        Self { client_dead: true, ..Self::new("the client has ended", Some(NatsErrorKind::Client)) }
+    }
+}
+
+/// Connects if need be and looks at stream and consumer. Gives the link back in any case.
+async fn bind(
+    target: Target,
+    telemetry: Arc<Telemetry>,
+    link: Option<Link>,
+) -> (Option<Link>, Result<Found, BindError>) {
+    let link = match link {
+        Some(link) => link,
+        None => match Link::new(&target, telemetry.clone()).await {
+            Ok(link) => link,
+            Err(error) => return (None, Err(error)),
+        },
+    };
+    telemetry.connected(Ok(()));
+    let found = inspect(link.client.clone(), target.clone()).await.and_then(|found| {
+        let mut findings = gate::examine(&found.stream, &found.consumer, target.expectations());
+        findings.retain(|finding| finding.severity == Severity::Refused);
+        if findings.is_empty() { Ok(found) } else { Err(BindError::Refused(findings)) }
+    });
+    (Some(link), found)
+}
+
+async fn inspect(client: Client, target: Target) -> Result<Found, BindError> {
+    look(&client, &target.config.consumer.stream, &target.config.consumer.name).await
+}
+
+/// Asks the server for stream and consumer.
+pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found, BindError> {
+    let no_consumer = || BindError::NoConsumer { stream: stream.to_owned(), consumer: consumer.to_owned() };
+    let no_stream = || BindError::NoStream { stream: stream.to_owned() };
+    let jetstream = jetstream::new(client.clone());
+    let found = jetstream.get_stream(stream).await.map_err(|error| match error.kind() {
+        GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => no_stream(),
+        GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::JETSTREAM_NOT_ENABLED_FOR_ACCOUNT => {
+            BindError::NoJetStream
+        }
+        _ if error.to_string().contains("no responders") => BindError::NoJetStream,
+        _ => BindError::NoAnswer { asked: "a request for the stream", error: error.to_string() },
+    })?;
+    let info = found.consumer_info(consumer).await.map_err(|error| match error.kind() {
+        ConsumerInfoErrorKind::NotFound => no_consumer(),
+        ConsumerInfoErrorKind::StreamNotFound => no_stream(),
+        _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
+    })?;
+    Ok(Found { stream: found.cached_info().clone(), consumer: info })
+}
+
+/// `None` for a message that the server did not hand out from a stream.
+fn arrival(message: Message) -> Option<Arrival> {
+    let subject = message.reply?.into_string();
+    let position = Position::parse(&subject)?;
+    let reply = Reply { subject, delivered: position.delivered };
+    let headers: Headers = message.headers.iter().flat_map(|headers| headers.iter()).flat_map(one_by_one).collect();
+    let raw = Raw { subject: message.subject.into_string(), headers, payload: message.payload, position };
+    Some((raw, reply))
+}
+
+fn one_by_one<'a>(
+    (name, values): (&'a async_nats::HeaderName, &'a Vec<async_nats::HeaderValue>),
+) -> impl Iterator<Item = (String, String)> + 'a {
+    values.iter().map(move |value| (name.to_string(), value.as_str().to_owned()))
+}
+
+/// 409s that end one pull and mean nothing else; with the others the consumer or its leader is gone or has changed.
+fn is_end_of_pull(description: &str) -> bool {
+    let description = description.to_ascii_lowercase();
+    description.contains("message size exceeds maxbytes") || description.contains("batch completed")
+}
+
+async fn wait_for<T>(slot: &mut Option<BoxFuture<'static, T>>) -> T {
+    match slot {
+        Some(future) => future.await,
+        None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nak_delay_allows_for_the_backoff_list() {
+        let seconds = Duration::from_secs;
+        let limits = |backoff: &[u64]| Limits {
+            ack_wait: seconds(30),
+            max_deliver: None,
+            backoff: backoff.iter().copied().map(seconds).collect(),
+            max_batch: None,
+            max_bytes: None,
+            max_expires: None,
+            max_payload: 0,
+        };
+        let asked = |limits: &Limits, delivered| limits.nak_delay_ns(seconds(4), delivered) / 1_000_000_000;
+        assert_eq!(asked(&limits(&[]), 7), 4);
+        let backoff = limits(&[1, 3, 10]);
+        assert_eq!([1, 2, 3, 9].map(|delivered| asked(&backoff, delivered)), [4, 2, -5, -5]);
+    }
+}

@@ -1,0 +1,145 @@
+//! One connection to the server: options, credentials, and what its events mean for health and metrics.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::{Client, ConnectOptions, Event, ServerError};
+
+use crate::config::{Auth, Nats};
+use crate::metrics::NatsErrorKind;
+use crate::telemetry::Telemetry;
+
+/// Replies to us, and deliveries, come to subjects below this one; the least permission set names it.
+pub const INBOX_PREFIX: &str = "_INBOX.order-processor";
+/// A half-open connection is noticed after three of these (the client gives up at the third ping without an answer).
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    #[error("cannot read {what} from {}", path.display())]
+    Secret {
+        what: &'static str,
+        path: std::path::PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("credentials in {} are not valid", path.display())]
+    Credentials {
+        path: std::path::PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// The client's own text carries its source.
+    #[error("cannot connect to {servers}: {error}")]
+    Server { servers: String, error: async_nats::ConnectError },
+}
+
+/// Connects once. Afterwards the client reconnects by itself, for ever.
+///
+/// `telemetry` hears of every connect and disconnect; commands that only ask a question pass `None`.
+pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<Client, ConnectError> {
+    let mut options = authenticate(ConnectOptions::new(), &nats.auth)
+        .await?
+        .name("order-processor")
+        .custom_inbox_prefix(INBOX_PREFIX)
+        .connection_timeout(CONNECT_TIMEOUT)
+        .request_timeout(Some(REQUEST_TIMEOUT))
+        .ping_interval(PING_INTERVAL)
+        .max_reconnects(None)
+        .reconnect_delay_callback(reconnect_delay)
+        // Our subjects are the server's own reply subjects and names that the settings have checked.
+        .skip_subject_validation(true)
+        .event_callback(move |event| {
+            if let Some(telemetry) = &telemetry {
+                note(telemetry, &event);
+            }
+            std::future::ready(())
+        });
+    if let Some(ca) = &nats.tls.ca_file {
+        options = options.add_root_certificates(ca.clone());
+    }
+    if let (Some(cert), Some(key)) = (&nats.tls.cert_file, &nats.tls.key_file) {
+        options = options.add_client_certificate(cert.clone(), key.clone());
+    }
+    let servers: Vec<&str> = nats.url.split(',').map(str::trim).collect();
+    options.connect(servers).await.map_err(|error| ConnectError::Server { servers: nats.redacted_url(), error })
+}
+
+async fn authenticate(options: ConnectOptions, auth: &Auth) -> Result<ConnectOptions, ConnectError> {
+    Ok(match auth {
+        Auth::None => options,
+        Auth::UserPassword { user, password_file } => {
+            options.user_and_password(user.clone(), secret("the password", password_file).await?)
+        }
+        Auth::Token { token_file } => options.token(secret("the token", token_file).await?),
+        Auth::Nkey { nkey_file } => options.nkey(secret("the nkey seed", nkey_file).await?),
+        Auth::Credentials { credentials_file } => {
+            let text = secret("the credentials", credentials_file).await?;
+            options
+                .credentials(&text)
+                .map_err(|source| ConnectError::Credentials { path: credentials_file.clone(), source })?
+        }
+    })
+}
+
+/// The content of a secret file without the line end that editors leave behind.
+async fn secret(what: &'static str, path: &Path) -> Result<String, ConnectError> {
+    let text = tokio::fs::read_to_string(path).await.map_err(|source| ConnectError::Secret {
+        what,
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+/// 100 ms and up to twice as much each time, so that many workers do not come back in step.
+fn reconnect_delay(attempts: usize) -> Duration {
+    if attempts <= 1 {
+        return Duration::ZERO;
+    }
+    let doubled = Duration::from_millis(100) * (1 << (attempts - 2).min(5));
+    doubled.min(RECONNECT_DELAY_MAX).mul_f64(0.5 + fastrand::f64() / 2.0)
+}
+
+/// Events are best effort, the client drops them when many come at once: they inform, nothing depends on one.
+fn note(telemetry: &Telemetry, event: &Event) {
+    match event {
+        Event::Connected => {
+            tracing::info!("connected to the server");
+            telemetry.connected(Ok(()));
+        }
+        Event::Disconnected => {
+            tracing::warn!("disconnected from the server, reconnecting");
+            telemetry.connected(Err("disconnected from the server".to_owned()));
+        }
+        Event::LameDuckMode => tracing::warn!("the server is about to shut down (lame duck mode)"),
+        Event::Draining | Event::Closed => {}
+        Event::SlowConsumer(_) => {
+            // Cannot happen while the prefetch is bounded; if it does, the server delivers again after ack_wait.
+            tracing::error!("the client dropped deliveries because nobody took them");
+            telemetry.metrics.nats_errors.increment(NatsErrorKind::SlowConsumer, 1);
+        }
+        Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) => {
+            tracing::error!(error = %text, "the server denies us a subject");
+            telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
+            telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
+        }
+        Event::ServerError(error) => {
+            tracing::warn!(%error, "the server reports an error");
+            telemetry.metrics.nats_errors.increment(NatsErrorKind::Server, 1);
+        }
+        Event::ClientError(error) => {
+            tracing::warn!(%error, "the client reports an error");
+            telemetry.metrics.nats_errors.increment(NatsErrorKind::Client, 1);
+        }
+    }
+}
+
+fn is_permission_violation(text: &str) -> bool {
+    text.to_ascii_lowercase().contains("permissions violation")
+}

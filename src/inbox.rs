@@ -1,0 +1,368 @@
+//! One batch in one transaction: claim the ids, apply the effects, commit. Says of every message what became of it.
+//!
+//! The batch is tried as a whole. If anything in it fails, all of it is undone and it runs again message by message, each in a
+//! savepoint, so that one bad order harms no neighbour. An error that is about the database and not about a message judges
+//! nothing: it goes to the caller, no attempt is spent, and the same batch is tried again later.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use futures_util::FutureExt;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::OnConflict;
+use crate::delivery::{Delivery, Digest};
+use crate::errors::chain;
+use crate::handler::{Failure, Handler};
+use crate::outcome::{Outcome, Reason};
+use crate::retry::{RetryPolicy, Verdict};
+use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
+
+/// From this delivery on a message travels alone, its start recorded: it may be the one that keeps killing the process.
+pub const SUSPECT_FROM: u64 = 3;
+/// A pass over single messages commits what it has after this long and leaves the rest for the next one, so that finished
+/// messages are acknowledged and a stop is not held up.
+const SINGLES_BUDGET: Duration = Duration::from_secs(1);
+
+/// Outcomes in the order of the batch; `None` for a message that this pass did not come to.
+pub type Outcomes = Vec<Option<Outcome>>;
+
+/// The database and the handler, behind one function.
+pub struct Inbox {
+    store: Store,
+    handler: Arc<dyn Handler>,
+    retry: RetryPolicy,
+    on_conflict: OnConflict,
+    /// The last delivery that the consumer allows, if there is a last one.
+    pub max_deliver: Option<u64>,
+    /// The id of a message whose start is recorded and whose run ended in no outcome, since the database failed. The process
+    /// lives, so that start must not count as a crash.
+    begun: Option<String>,
+}
+
+impl Inbox {
+    pub fn new(store: Store, handler: Arc<dyn Handler>, retry: RetryPolicy, on_conflict: OnConflict) -> Self {
+        Self { store, handler, retry, on_conflict, max_deliver: None, begun: None }
+    }
+
+    /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
+    ///
+    /// When it returns outcomes, they are durable. `hurry` makes a pass over single messages stop early.
+    ///
+    /// # Errors
+    /// When the database failed in a way that no message is to blame for. Then nothing is known to be durable.
+    pub async fn process(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        if batch.iter().any(is_suspect) {
+            return self.suspects(batch, hurry).await;
+        }
+        if has_rivals(batch) {
+            return self.one_by_one(batch, hurry).await;
+        }
+        match self.together(batch).await {
+            Ok(outcomes) => Ok(outcomes.into_iter().map(Some).collect()),
+            Err(Failure::Store(error)) if !error.is_about_data() => Err(error),
+            Err(failure) => {
+                tracing::debug!(messages = batch.len(), %failure, "the batch failed, running it message by message");
+                self.one_by_one(batch, hurry).await
+            }
+        }
+    }
+
+    /// The store, between two batches.
+    pub fn store(&mut self) -> &mut Store {
+        &mut self.store
+    }
+
+    /// Gives the store back, to be closed.
+    pub fn into_store(self) -> Store {
+        self.store
+    }
+
+    /// The path of nearly every message: one claim, one apply, one commit for all.
+    async fn together(&mut self, batch: &[Delivery]) -> Result<Vec<Outcome>, Failure> {
+        let now_ns = now_ns();
+        let mut tx = self.store.begin().await?;
+        let (kinds, unique) = sort(batch);
+        let mut claims = tx.claim(&unique, now_ns).await?.into_iter();
+        let mut new = Vec::with_capacity(unique.len());
+        let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
+        for (delivery, kind) in batch.iter().zip(kinds) {
+            outcomes.push(match kind {
+                Kind::Undecodable(error) => dead(Reason::Undecodable, error.to_owned()),
+                Kind::RepeatOf(first) => match &outcomes[first] {
+                    Outcome::Applied => Outcome::Duplicate,
+                    other => other.clone(),
+                },
+                Kind::First => match claims.next() {
+                    Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),
+                    Some(Claim::Dead) => Outcome::Duplicate,
+                    Some(Claim::New) | None => {
+                        new.push(delivery);
+                        Outcome::Applied
+                    }
+                },
+            });
+        }
+        if !new.is_empty() {
+            guarded(self.handler.as_ref(), &mut tx, &new).await?;
+        }
+        for (delivery, outcome) in batch.iter().zip(&outcomes) {
+            bury(&mut tx, delivery, outcome, now_ns).await?;
+        }
+        tx.forget_attempts(&batch.iter().collect::<Vec<_>>()).await?;
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    /// The same for a batch in which something failed: each message in its savepoint, one commit.
+    async fn one_by_one(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let judge = Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver };
+        let handler = self.handler.clone();
+        let began = Instant::now();
+        let mut outcomes = vec![None; batch.len()];
+        let mut tx = self.store.begin().await?;
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            *outcome = Some(single(&mut tx, handler.as_ref(), delivery, judge, Run::InBatch).await?);
+            if hurry.is_cancelled() || began.elapsed() >= SINGLES_BUDGET {
+                break;
+            }
+        }
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
+    async fn suspects(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let began = Instant::now();
+        let mut outcomes: Outcomes = self.settle(batch).await?;
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
+            *outcome = Some(self.alone(delivery).await?);
+            if hurry.is_cancelled() || began.elapsed() >= SINGLES_BUDGET {
+                break;
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// Duplicates and conflicts need no run of the handler: after a crash of the server they are most of what comes again.
+    async fn settle(&mut self, batch: &[Delivery]) -> Result<Outcomes, Error> {
+        let now_ns = now_ns();
+        let on_conflict = self.on_conflict;
+        let mut tx = self.store.begin().await?;
+        let known = tx.known(&batch.iter().collect::<Vec<_>>()).await?;
+        let mut outcomes = Vec::with_capacity(batch.len());
+        for (delivery, known) in batch.iter().zip(known) {
+            let outcome = match known {
+                Claim::New => None,
+                Claim::Dead => Some(Outcome::Duplicate),
+                Claim::Processed(digest) => Some(on_conflict.judge(delivery, digest)),
+            };
+            if let Some(outcome) = &outcome {
+                bury(&mut tx, delivery, outcome, now_ns).await?;
+                tx.forget_attempts(&[delivery]).await?;
+            }
+            outcomes.push(outcome);
+        }
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    /// Runs one message with its start on record, or quarantines it if too many starts have had no end.
+    async fn alone(&mut self, delivery: &Delivery) -> Result<Outcome, Error> {
+        let now_ns = now_ns();
+        let judge = Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver };
+        let handler = self.handler.clone();
+        let mut tx = self.store.begin().await?;
+        if self.begun.as_ref() != Some(&delivery.id) {
+            if let Some(other) = &self.begun {
+                let attempts = tx.attempts(other).await?;
+                tx.set_attempts(other, attempts.ended(), None, now_ns).await?;
+            }
+            let attempts = tx.attempts(&delivery.id).await?;
+            if attempts.started >= judge.retry.max_attempts {
+                let outcome = dead(
+                    Reason::CrashLoop,
+                    format!("the process ended during each of {} runs of this message", attempts.started),
+                );
+                bury(&mut tx, delivery, &outcome, now_ns).await?;
+                tx.forget_attempts(&[delivery]).await?;
+                tx.commit().await?;
+                self.begun = None;
+                return Ok(outcome);
+            }
+            tx.set_attempts(&delivery.id, attempts.begun(), None, now_ns).await?;
+        }
+        tx.commit().await?;
+        self.begun = Some(delivery.id.clone());
+        let mut tx = self.store.begin().await?;
+        let outcome = single(&mut tx, handler.as_ref(), delivery, judge, Run::Recorded).await?;
+        tx.commit().await?;
+        self.begun = None;
+        Ok(outcome)
+    }
+}
+
+/// Whether a delivery has come so often that it travels alone.
+pub fn is_suspect(delivery: &Delivery) -> bool {
+    delivery.raw.position.delivered >= SUSPECT_FROM
+}
+
+/// What decides over a single message.
+#[derive(Clone, Copy)]
+struct Judge {
+    retry: RetryPolicy,
+    on_conflict: OnConflict,
+    max_deliver: Option<u64>,
+}
+
+/// Whether the start of a run is on record and has to be taken off it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Run {
+    InBatch,
+    Recorded,
+}
+
+/// Claims and applies one message in a savepoint. A failure undoes that much and becomes the message's outcome.
+async fn single(
+    tx: &mut Tx<'_>,
+    handler: &dyn Handler,
+    delivery: &Delivery,
+    judge: Judge,
+    run: Run,
+) -> Result<Outcome, Error> {
+    let now_ns = now_ns();
+    if let Some(error) = &delivery.undecodable {
+        let outcome = dead(Reason::Undecodable, error.clone());
+        bury(tx, delivery, &outcome, now_ns).await?;
+        tx.forget_attempts(&[delivery]).await?;
+        return Ok(outcome);
+    }
+    tx.savepoint().await?;
+    let outcome = match tx.claim(&[delivery], now_ns).await?.first() {
+        Some(Claim::Processed(digest)) => judge.on_conflict.judge(delivery, *digest),
+        Some(Claim::Dead) => Outcome::Duplicate,
+        Some(Claim::New) | None => match guarded(handler, tx, &[delivery]).await {
+            Ok(()) => Outcome::Applied,
+            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+            Err(failure) => {
+                tx.undo().await?;
+                return failed(tx, delivery, failure, judge, run, now_ns).await;
+            }
+        },
+    };
+    tx.keep().await?;
+    bury(tx, delivery, &outcome, now_ns).await?;
+    tx.forget_attempts(&[delivery]).await?;
+    Ok(outcome)
+}
+
+/// Counts the failure and decides whether there is another attempt.
+async fn failed(
+    tx: &mut Tx<'_>,
+    delivery: &Delivery,
+    failure: Failure,
+    judge: Judge,
+    run: Run,
+    now_ns: i64,
+) -> Result<Outcome, Error> {
+    let before = tx.attempts(&delivery.id).await?;
+    let ended = if run == Run::Recorded { before.ended() } else { before };
+    let attempts = Attempts { failed: ended.failed.saturating_add(1), ..ended };
+    let error = chain(&failure);
+    let last_delivery = judge.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
+    let outcome = match judge.retry.verdict(&failure, attempts.failed, last_delivery) {
+        Verdict::Bury(reason) => dead(reason, error),
+        Verdict::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
+    };
+    match &outcome {
+        Outcome::Retry { error, .. } => tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?,
+        Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. } => {
+            bury(tx, delivery, &outcome, now_ns).await?;
+            tx.forget_attempts(&[delivery]).await?;
+        }
+    }
+    Ok(outcome)
+}
+
+/// Writes the dead letter of an outcome that has one.
+async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &Outcome, now_ns: i64) -> Result<(), Error> {
+    match outcome {
+        Outcome::DeadLettered { reason, error } => {
+            tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await
+        }
+        Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => Ok(()),
+    }
+}
+
+/// Runs the handler; a panic is a failure that may pass, not the end of the process.
+async fn guarded(handler: &dyn Handler, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
+    // What a panic may leave half done lies in the transaction, and that is undone.
+    let run = AssertUnwindSafe(handler.apply(tx, deliveries)).catch_unwind().await;
+    run.unwrap_or_else(|panic| Err(Failure::Retry(format!("the handler panicked: {}", panic_text(panic.as_ref())))))
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+/// What a message is within its batch.
+enum Kind<'a> {
+    First,
+    /// The same message stands at this index before.
+    RepeatOf(usize),
+    Undecodable(&'a str),
+}
+
+/// The kind of each message, and those whose ids are to be claimed.
+fn sort(batch: &[Delivery]) -> (Vec<Kind<'_>>, Vec<&Delivery>) {
+    let mut seen: HashMap<&str, usize> = HashMap::with_capacity(batch.len());
+    let mut unique = Vec::with_capacity(batch.len());
+    let mut kinds = Vec::with_capacity(batch.len());
+    for (index, delivery) in batch.iter().enumerate() {
+        kinds.push(match (&delivery.undecodable, seen.get(delivery.id.as_str())) {
+            (Some(error), _) => Kind::Undecodable(error),
+            (None, Some(first)) => Kind::RepeatOf(*first),
+            (None, None) => {
+                seen.insert(&delivery.id, index);
+                unique.push(delivery);
+                Kind::First
+            }
+        });
+    }
+    (kinds, unique)
+}
+
+/// Whether two messages of the batch differ under one id. Which of them the id belongs to depends on what becomes of the
+/// first, so such a batch runs message by message.
+fn has_rivals(batch: &[Delivery]) -> bool {
+    let mut seen = HashMap::with_capacity(batch.len());
+    batch.iter().any(|delivery| *seen.entry(delivery.id.as_str()).or_insert(delivery.digest) != delivery.digest)
+}
+
+impl OnConflict {
+    /// A message whose id is taken by a message with digest `known`.
+    fn judge(self, delivery: &Delivery, known: Digest) -> Outcome {
+        match self {
+            _ if delivery.digest == known => Outcome::Duplicate,
+            Self::Duplicate => Outcome::Duplicate,
+            Self::DeadLetter => dead(
+                Reason::Conflict,
+                format!("message id {:?} was used before, for another subject or payload", delivery.id),
+            ),
+        }
+    }
+}
+
+fn dead(reason: Reason, error: String) -> Outcome {
+    Outcome::DeadLettered { reason, error }
+}
+
+/// Nanoseconds since 1970 UTC.
+fn now_ns() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,21 @@
+#![forbid(unsafe_code)]
+pub mod cli;
+pub mod commands;
+pub mod config;
+pub mod consumer;
+pub mod delivery;
+pub mod errors;
+pub mod handler;
+pub mod health;
+pub mod http;
+pub mod inbox;
+pub mod logging;
+pub mod metrics;
+pub mod orders;
+pub mod outcome;
+pub mod retry;
+pub mod shutdown;
+pub mod store;
+pub mod systemd;
+pub mod telemetry;
+pub mod worker;

@@ -1,0 +1,180 @@
+//! What became of a message, and what that means for the acknowledgement. Pure: no I/O, no clock.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use crate::metrics::Label;
+
+/// What one run over one message came to.
+///
+/// There is no outcome for "the database or the server is away": then nothing is decided, nothing is
+/// acknowledged and no attempt is spent. See [`crate::inbox`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The effect of the message is durable, and this run made it so.
+    Applied,
+    /// The effect, or the dead letter, of this very message was durable before.
+    Duplicate,
+    /// The handler failed in a way that may pass; the server is to deliver it again after `delay`.
+    Retry { delay: Duration, error: String },
+    /// The message is kept, whole, in `dead_letters`.
+    DeadLettered { reason: Reason, error: String },
+}
+
+impl Outcome {
+    /// The one place where an outcome becomes an acknowledgement.
+    ///
+    /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.
+    pub fn acknowledgement(&self) -> Acknowledgement {
+        match self {
+            Self::Applied | Self::Duplicate => Acknowledgement::Ack,
+            Self::Retry { delay, .. } => Acknowledgement::Nak { delay: *delay },
+            Self::DeadLettered { reason, .. } => Acknowledgement::Term { reason: *reason },
+        }
+    }
+
+    /// The label of this outcome in `outcomes_total`.
+    pub fn kind(&self) -> OutcomeKind {
+        match self {
+            Self::Applied => OutcomeKind::Applied,
+            Self::Duplicate => OutcomeKind::Duplicate,
+            Self::Retry { .. } => OutcomeKind::Retry,
+            Self::DeadLettered { .. } => OutcomeKind::DeadLettered,
+        }
+    }
+}
+
+/// [`Outcome`] without its data, for metrics and logs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutcomeKind {
+    Applied,
+    Duplicate,
+    Retry,
+    DeadLettered,
+}
+
+impl Label for OutcomeKind {
+    const KEY: &'static str = "outcome";
+    const ALL: &'static [Self] = &[Self::Applied, Self::Duplicate, Self::Retry, Self::DeadLettered];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Applied => "applied",
+            Self::Duplicate => "duplicate",
+            Self::Retry => "retry",
+            Self::DeadLettered => "dead-lettered",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// Why a message went to the dead letters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The handler said that no repetition will help.
+    Permanent,
+    /// A known message id came with another subject or payload: another order under a used id.
+    Conflict,
+    /// The id pointer or the handler needs JSON, and the payload is none.
+    Undecodable,
+    /// `retry.max_attempts` runs of the handler failed.
+    AttemptsExhausted,
+    /// `retry.max_attempts` runs of the handler started and never ended: it takes the process down.
+    CrashLoop,
+    /// It failed on the last delivery that the consumer's `max_deliver` allows.
+    LastDelivery,
+}
+
+impl Label for Reason {
+    const KEY: &'static str = "reason";
+    const ALL: &'static [Self] = &[
+        Self::Permanent,
+        Self::Conflict,
+        Self::Undecodable,
+        Self::AttemptsExhausted,
+        Self::CrashLoop,
+        Self::LastDelivery,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Permanent => "permanent",
+            Self::Conflict => "conflict",
+            Self::Undecodable => "undecodable",
+            Self::AttemptsExhausted => "attempts_exhausted",
+            Self::CrashLoop => "crash_loop",
+            Self::LastDelivery => "last_delivery",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// What the server is told about one delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acknowledgement {
+    /// Done: the ack floor may pass it.
+    Ack,
+    /// Deliver it again, `delay` from now; zero means at once.
+    Nak { delay: Duration },
+    /// Never deliver it again; the reason goes into the server's advisory.
+    Term { reason: Reason },
+    /// Still at work: start `ack_wait` anew.
+    InProgress,
+}
+
+impl Acknowledgement {
+    /// The payload that goes to the reply subject of the delivery (ADR-15, ADR-8 of the NATS project; a nak delay is in
+    /// nanoseconds).
+    pub fn payload(self) -> Cow<'static, [u8]> {
+        match self {
+            Self::Ack => Cow::Borrowed(b"+ACK"),
+            Self::Nak { delay } if delay.is_zero() => Cow::Borrowed(b"-NAK"),
+            Self::Nak { delay } => Cow::Owned(format!("-NAK {{\"delay\":{}}}", delay.as_nanos()).into_bytes()),
+            Self::Term { reason } => Cow::Owned(format!("+TERM {}", reason.name()).into_bytes()),
+            Self::InProgress => Cow::Borrowed(b"+WPI"),
+        }
+    }
+
+    /// The label of this acknowledgement in `acks_total`.
+    pub fn kind(self) -> AckKind {
+        match self {
+            Self::Ack => AckKind::Ack,
+            Self::Nak { .. } => AckKind::Nak,
+            Self::Term { .. } => AckKind::Term,
+            Self::InProgress => AckKind::InProgress,
+        }
+    }
+}
+
+/// [`Acknowledgement`] without its data, for metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AckKind {
+    Ack,
+    Nak,
+    Term,
+    InProgress,
+}
+
+impl Label for AckKind {
+    const KEY: &'static str = "kind";
+    const ALL: &'static [Self] = &[Self::Ack, Self::Nak, Self::Term, Self::InProgress];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ack => "ack",
+            Self::Nak => "nak",
+            Self::Term => "term",
+            Self::InProgress => "in_progress",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}

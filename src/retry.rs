@@ -1,0 +1,85 @@
+//! When a failed message gets another attempt, and how long that waits. Pure.
+
+use std::time::Duration;
+
+use crate::handler::Failure;
+use crate::outcome::Reason;
+
+/// `retry.*` of the settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RetryPolicy {
+    /// Failed runs after which a message is a dead letter.
+    pub max_attempts: u32,
+    pub min_delay: Duration,
+    pub max_delay: Duration,
+}
+
+/// What a failure leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Again(Duration),
+    Bury(Reason),
+}
+
+impl RetryPolicy {
+    /// Decides after the `failed`th failed run. `last_delivery`: the server will not deliver the message again.
+    pub fn verdict(&self, failure: &Failure, failed: u32, last_delivery: bool) -> Verdict {
+        match failure {
+            // Errors of the database that are not about this message never come here.
+            Failure::Permanent(_) | Failure::Store(_) => Verdict::Bury(Reason::Permanent),
+            Failure::Retry(_) if failed >= self.max_attempts => Verdict::Bury(Reason::AttemptsExhausted),
+            Failure::Retry(_) if last_delivery => Verdict::Bury(Reason::LastDelivery),
+            Failure::Retry(_) => Verdict::Again(self.delay(failed)),
+        }
+    }
+
+    /// `min_delay`, doubled with each failed run after the first, up to `max_delay`.
+    fn delay(&self, failed: u32) -> Duration {
+        let doublings = failed.saturating_sub(1).min(31);
+        self.min_delay.saturating_mul(1 << doublings).min(self.max_delay)
+    }
+
+    /// A fifth less or more, so that messages that failed together do not come back together. `random` is in 0..1.
+    pub fn jitter(delay: Duration, random: f64) -> Duration {
+        delay.mul_f64(0.8 + 0.4 * random)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const POLICY: RetryPolicy =
+        RetryPolicy { max_attempts: 5, min_delay: Duration::from_secs(1), max_delay: Duration::from_secs(5) };
+
+    fn retry() -> Failure {
+        Failure::Retry("busy".into())
+    }
+
+    #[test]
+    fn delays_double_up_to_the_limit() {
+        let delays: Vec<u64> = (1..=4).map(|failed| POLICY.delay(failed).as_secs()).collect();
+        assert_eq!(delays, [1, 2, 4, 5]);
+        assert_eq!(POLICY.delay(u32::MAX), POLICY.max_delay);
+    }
+
+    #[test]
+    fn jittered_delays_still_grow() {
+        let longest_first = RetryPolicy::jitter(POLICY.delay(1), 1.0);
+        let shortest_second = RetryPolicy::jitter(POLICY.delay(2), 0.0);
+        assert!(longest_first < shortest_second);
+    }
+
+    #[test]
+    fn the_last_attempt_and_the_last_delivery_end_in_a_dead_letter() {
+        assert_eq!(POLICY.verdict(&retry(), 4, false), Verdict::Again(Duration::from_secs(5)));
+        assert_eq!(POLICY.verdict(&retry(), 5, false), Verdict::Bury(Reason::AttemptsExhausted));
+        assert_eq!(POLICY.verdict(&retry(), 1, true), Verdict::Bury(Reason::LastDelivery));
+    }
+
+    #[test]
+    fn a_permanent_failure_is_buried_at_once() {
+        let failure = Failure::Permanent("unknown product".into());
+        assert_eq!(POLICY.verdict(&failure, 1, false), Verdict::Bury(Reason::Permanent));
+    }
+}

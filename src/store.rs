@@ -1,0 +1,129 @@
+//! The seam to the database: what the rest of the program may know of it. Nothing above this module knows a dialect.
+//!
+//! There is one store today, [`sqlite`]. A second one would implement the same functions and pass the same tests.
+
+use std::path::PathBuf;
+
+pub use sqlite::{Store, Tx};
+
+use crate::delivery::{Delivery, Digest};
+use crate::metrics::DbErrorClass;
+use crate::outcome::Reason;
+
+mod lock;
+pub mod sqlite;
+
+/// A statement or a commit that did not go through.
+#[derive(Debug, thiserror::Error)]
+#[error("{doing}")]
+pub struct Error {
+    /// What we were doing, for the log.
+    pub doing: &'static str,
+    pub class: DbErrorClass,
+    #[source]
+    pub source: sqlx::Error,
+}
+
+impl Error {
+    /// Whether the data of one message may be to blame. If not, no message is judged by it and no attempt is spent.
+    pub fn is_about_data(&self) -> bool {
+        match self.class {
+            DbErrorClass::Constraint => true,
+            DbErrorClass::Busy
+            | DbErrorClass::Full
+            | DbErrorClass::Io
+            | DbErrorClass::ReadOnly
+            | DbErrorClass::Corrupt
+            | DbErrorClass::Other => false,
+        }
+    }
+}
+
+/// Why the database could not be opened. All but the last two are for the operator to mend.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("database folder {} does not exist; create it, or change database.url", .0.display())]
+    MissingFolder(PathBuf),
+    #[error("{} is no SQLite database; move it away, or change database.url", .0.display())]
+    NotADatabase(PathBuf),
+    #[error("{} holds another program's tables; change database.url", .0.display())]
+    NotOurs(PathBuf),
+    #[error(
+        "{} was written by a newer version of order-processor (migration {version}); start that version, or restore a backup from before the upgrade",
+        path.display()
+    )]
+    Newer { path: PathBuf, version: i64 },
+    #[error(
+        "migration {version} of {} is not the one that this binary knows; start the version that wrote the database",
+        path.display()
+    )]
+    Foreign { path: PathBuf, version: i64 },
+    #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
+    Held { path: PathBuf, holder: String },
+    #[error("cannot use {}", path.display())]
+    Io {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot open {}", path.display())]
+    Database {
+        path: PathBuf,
+        #[source]
+        source: Error,
+    },
+}
+
+/// What came of claiming the id of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// Nobody had it: the message is to be applied.
+    New,
+    /// It was processed, and the message had this digest.
+    Processed(Digest),
+    /// This very message, with the same digest, is a dead letter.
+    Dead,
+}
+
+/// Runs of the handler over one message that did not succeed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Attempts {
+    /// Runs that ended in a failure.
+    pub failed: u32,
+    /// Runs that began and never ended.
+    pub started: u32,
+}
+
+impl Attempts {
+    /// With one run more that has begun.
+    pub fn begun(self) -> Self {
+        Self { started: self.started.saturating_add(1), ..self }
+    }
+
+    /// With one of the begun runs ended.
+    pub fn ended(self) -> Self {
+        Self { started: self.started.saturating_sub(1), ..self }
+    }
+}
+
+/// A message on its way to `dead_letters`.
+#[derive(Debug)]
+pub struct DeadLetter<'a> {
+    pub delivery: &'a Delivery,
+    pub reason: Reason,
+    pub error: &'a str,
+}
+
+/// Row counts that operators look at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Counts {
+    pub processed_ids: u64,
+    pub dead_letters: u64,
+}
+
+/// Sizes of the database on disk, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    pub database: u64,
+    pub wal: u64,
+}

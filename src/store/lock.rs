@@ -1,0 +1,94 @@
+//! One process per database file: an advisory lock on `<database>.lock`, which also names its holder.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
+#[derive(Debug)]
+pub struct Lock {
+    path: PathBuf,
+    file: File,
+}
+
+/// Why there is no lock.
+#[derive(Debug)]
+pub enum LockError {
+    /// Another process has it; the text names it.
+    Held(String),
+    Io(io::Error),
+}
+
+impl Lock {
+    /// Takes the lock or says who has it, without waiting.
+    pub fn try_acquire(database: &Path) -> Result<Self, LockError> {
+        let mut path = database.as_os_str().to_owned();
+        path.push(".lock");
+        let path = PathBuf::from(path);
+        loop {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(true).truncate(false).mode(0o600);
+            let mut file = options.open(&path).map_err(LockError::Io)?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(std::fs::TryLockError::WouldBlock) => return Err(LockError::Held(holder(&mut file))),
+                Err(std::fs::TryLockError::Error(error)) => return Err(LockError::Io(error)),
+            }
+            // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
+            if is_still_at(&file, &path) {
+                let mut lock = Self { path, file };
+                lock.sign().map_err(LockError::Io)?;
+                return Ok(lock);
+            }
+        }
+    }
+
+    fn sign(&mut self) -> io::Result<()> {
+        self.file.set_len(0)?;
+        self.file.rewind()?;
+        write!(self.file, "process {}", std::process::id())
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Left behind, the file harms nobody: it is not locked any more.
+        let _: io::Result<()> = std::fs::remove_file(&self.path);
+    }
+}
+
+fn holder(file: &mut File) -> String {
+    let mut text = String::new();
+    match file.take(100).read_to_string(&mut text) {
+        Ok(_) if !text.is_empty() => text,
+        // The holder is between locking and signing.
+        Ok(_) | Err(_) => "another process".to_owned(),
+    }
+}
+
+fn is_still_at(file: &File, path: &Path) -> bool {
+    match (file.metadata(), std::fs::metadata(path)) {
+        (Ok(ours), Ok(theirs)) => ours.dev() == theirs.dev() && ours.ino() == theirs.ino(),
+        (Err(_), _) | (_, Err(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn second_taker_learns_who_holds_it_and_gets_it_afterwards() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        let lock = Lock::try_acquire(&database).unwrap();
+        match Lock::try_acquire(&database) {
+            Err(LockError::Held(holder)) => assert_eq!(holder, format!("process {}", std::process::id())),
+            other => panic!("{other:?}"),
+        }
+        drop(lock);
+        drop(Lock::try_acquire(&database).unwrap());
+        assert!(!folder.path().join("x.db.lock").exists());
+    }
+}

@@ -1,0 +1,560 @@
+//! The store on SQLite: SQL and nothing else. One connection writes; a transaction is claimed into, applied in, committed.
+//!
+//! A connection whose transaction did not end in a clean commit is never used again. After SQLITE_FULL, for one, SQLite has
+//! rolled back by itself and the driver does not know (FIELD: seen with sqlx 0.9.0); a fresh connection knows.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use sqlx::migrate::{MigrateError, Migrator};
+use sqlx::sqlite::{SqliteArguments, SqliteConnectOptions, SqliteJournalMode, SqliteRow, SqliteSynchronous};
+use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
+use tokio::time::Instant;
+
+use super::lock::{Lock, LockError};
+use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Sizes};
+use crate::delivery::{Delivery, Digest};
+use crate::metrics::{DbErrorClass, Label};
+
+static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
+
+/// How long a statement waits for a lock that another program holds, a shell or a backup, before the batch is put off.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a starting process waits for the one before it to let go of the file.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// A WAL that a long reader has made larger than this is cut back at the next checkpoint.
+const WAL_LIMIT_BYTES: &str = "67108864";
+/// Rows in one statement at most. SQLite allows 32,766 variables; [`Tx::record_orders`] binds five a row.
+const ROWS_MAX: usize = 512;
+
+/// The database of one daemon: the file, the lock on it and the writing connection.
+#[derive(Debug)]
+pub struct Store {
+    path: PathBuf,
+    options: SqliteConnectOptions,
+    connection: Option<SqliteConnection>,
+    /// The last transaction on `connection` ended in a clean commit.
+    clean: bool,
+    /// Whether `attempts` may have rows. Only this process writes it, so the happy path need not ask.
+    any_attempts: bool,
+    _lock: Lock,
+}
+
+impl Store {
+    /// Opens or creates the database, waits a while if another process has it, and brings the schema up to date.
+    ///
+    /// # Errors
+    /// [`OpenError`]; nothing is created or changed when the file is not ours to use.
+    pub async fn open(path: &Path) -> Result<Self, OpenError> {
+        require_folder(path)?;
+        require_sqlite(path)?;
+        let lock = acquire(path, LOCK_PATIENCE).await?;
+        let failed = |source| OpenError::Database { path: path.to_owned(), source };
+        if path.exists() {
+            require_known_schema(path).await?;
+        }
+        let options = options(path)
+            .journal_mode(SqliteJournalMode::Wal)
+            // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
+            .synchronous(SqliteSynchronous::Full)
+            .pragma("journal_size_limit", WAL_LIMIT_BYTES);
+        let mut connection =
+            connect(&options.clone().create_if_missing(true), "opening the database").await.map_err(failed)?;
+        MIGRATIONS.run(&mut connection).await.map_err(|error| {
+            let source = match error {
+                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => source,
+                other => sqlx::Error::Migrate(Box::new(other)),
+            };
+            failed(Error::new("migrating the database", source))
+        })?;
+        let any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
+            .fetch_one(&mut connection)
+            .await
+            .map_err(|source| failed(Error::new("reading the attempts", source)))?;
+        Ok(Self {
+            path: path.to_owned(),
+            options,
+            connection: Some(connection),
+            clean: true,
+            any_attempts,
+            _lock: lock,
+        })
+    }
+
+    /// Begins the one transaction there can be, on a connection that is known to be sound.
+    pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
+        if !self.clean
+            && let Some(suspect) = self.connection.take()
+        {
+            // Not reported: whatever was wrong with it has been, and closing only gives its locks back.
+            let _: Result<(), sqlx::Error> = suspect.close_hard().await;
+        }
+        let connection = match self.connection.take() {
+            Some(connection) => connection,
+            // Never `create_if_missing` here: a file deleted under us must not come back empty.
+            None => connect(&self.options, "opening the database again").await?,
+        };
+        let connection = self.connection.insert(connection);
+        self.clean = false;
+        sqlx::query("BEGIN IMMEDIATE")
+            .execute(&mut *connection)
+            .await
+            .map_err(|source| Error::new("beginning a transaction", source))?;
+        Ok(Tx { connection, clean: &mut self.clean, any_attempts: &mut self.any_attempts, sound: true })
+    }
+
+    /// How many ids and dead letters there are. Cheap at any size.
+    pub async fn counts(&mut self) -> Result<Counts, Error> {
+        let mut tx = self.begin().await?;
+        let counts = counts(tx.connection).await.map_err(|source| tx.fail("counting rows", source))?;
+        tx.commit().await?;
+        Ok(counts)
+    }
+
+    /// Drops up to `limit` of the oldest ids, as long as each was processed before `before_ns` and, if given, its message lies
+    /// below `below_seq` in the stream. Returns how many went; fewer than `limit` means that none is left to drop.
+    pub async fn prune(&mut self, before_ns: i64, below_seq: Option<u64>, limit: u32) -> Result<u64, Error> {
+        const DOING: &str = "pruning ids";
+        let below_seq = below_seq.map_or(i64::MAX, to_i64);
+        let mut tx = self.begin().await?;
+        let oldest: Vec<(i64, i64, i64)> =
+            sqlx::query_as("SELECT rowid, processed_at, stream_seq FROM processed_ids ORDER BY rowid LIMIT ?")
+                .bind(limit)
+                .fetch_all(&mut *tx.connection)
+                .await
+                .map_err(|source| tx.fail(DOING, source))?;
+        let droppable = oldest.iter().take_while(|(_, at, seq)| *at < before_ns && *seq < below_seq);
+        let Some((last, _, _)) = droppable.last() else {
+            tx.commit().await?;
+            return Ok(0);
+        };
+        let pruned = sqlx::query("DELETE FROM processed_ids WHERE rowid <= ?")
+            .bind(*last)
+            .execute(&mut *tx.connection)
+            .await
+            .map_err(|source| tx.fail(DOING, source))?
+            .rows_affected();
+        tx.commit().await?;
+        Ok(pruned)
+    }
+
+    /// What the database takes on disk; a file that cannot be looked at counts as empty.
+    pub fn sizes(&self) -> Sizes {
+        let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
+        let mut wal = self.path.as_os_str().to_owned();
+        wal.push("-wal");
+        Sizes { database: bytes(&self.path), wal: bytes(Path::new(&wal)) }
+    }
+
+    /// Moves the WAL into the database file and closes it. The file alone is then the whole database.
+    pub async fn close(mut self) -> Result<(), Error> {
+        const DOING: &str = "closing the database";
+        let Some(mut connection) = self.connection.take().filter(|_| self.clean) else { return Ok(()) };
+        sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)")
+            .execute(&mut connection)
+            .await
+            .map_err(|source| Error::new(DOING, source))?;
+        connection.close().await.map_err(|source| Error::new(DOING, source))
+    }
+}
+
+/// Counts read beside a running daemon, through a connection that cannot write.
+///
+/// # Errors
+/// Also when there is no database yet.
+pub async fn counts_of(path: &Path) -> Result<Counts, Error> {
+    let mut connection = connect(&options(path).read_only(true), "opening the database to read").await?;
+    counts(&mut connection).await.map_err(|source| Error::new("counting rows", source))
+}
+
+/// Whether the file could be used by `run`, without waiting, creating or changing anything.
+///
+/// # Errors
+/// The same as [`Store::open`]. A file that is in use is no error here: the daemon itself may be running.
+pub async fn check(path: &Path) -> Result<(), OpenError> {
+    require_folder(path)?;
+    require_sqlite(path)?;
+    if path.exists() { require_known_schema(path).await } else { Ok(()) }
+}
+
+/// One open transaction. Dropped without [`Tx::commit`], nothing of it happened.
+#[derive(Debug)]
+pub struct Tx<'s> {
+    connection: &'s mut SqliteConnection,
+    clean: &'s mut bool,
+    any_attempts: &'s mut bool,
+    /// No statement has failed and nothing was undone.
+    sound: bool,
+}
+
+impl Tx<'_> {
+    /// The connection, for a handler's own statements. See [`crate::handler::Handler`] for what is not allowed on it.
+    pub fn sqlite(&mut self) -> &mut SqliteConnection {
+        self.connection
+    }
+
+    /// Claims the ids of `deliveries`, which must differ from each other, and says of each what came of it.
+    pub async fn claim(&mut self, deliveries: &[&Delivery], now_ns: i64) -> Result<Vec<Claim>, Error> {
+        let positions: HashMap<i64, usize> =
+            (0..).zip(deliveries).map(|(index, delivery)| (to_i64(delivery.raw.position.stream_seq), index)).collect();
+        let mut taken = vec![false; deliveries.len()];
+        for chunk in chunks(deliveries) {
+            let sql = values(
+                "INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
+                 SELECT column1, column2, column3, column4 FROM (VALUES ",
+                4,
+                chunk.len(),
+                ") AS new WHERE NOT EXISTS \
+                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column3) \
+                 ON CONFLICT (id) DO NOTHING RETURNING stream_seq",
+            );
+            let mut arguments = SqliteArguments::default();
+            for delivery in chunk {
+                bind(&mut arguments, delivery.id.as_str())?;
+                bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
+                bind(&mut arguments, delivery.digest.0.as_slice())?;
+                bind(&mut arguments, now_ns)?;
+            }
+            for row in self.fetch("claiming ids", sql, arguments).await? {
+                if let Some(position) = positions.get(&row.get::<i64, _>(0)) {
+                    taken[*position] = true;
+                }
+            }
+        }
+        let refused: Vec<&Delivery> =
+            deliveries.iter().zip(&taken).filter(|(_, taken)| !**taken).map(|(delivery, _)| *delivery).collect();
+        let mut known = self.known(&refused).await?.into_iter();
+        let claims = taken.into_iter().map(|taken| if taken { Some(Claim::New) } else { known.next() });
+        claims.collect::<Option<_>>().ok_or_else(|| self.fail("claiming ids", sqlx::Error::RowNotFound))
+    }
+
+    /// What the database knows of each of `deliveries`, in their order, without claiming anything.
+    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+        let mut known = Vec::with_capacity(deliveries.len());
+        for chunk in chunks(deliveries) {
+            let sql = values(
+                "SELECT seen.digest, EXISTS \
+                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) \
+                 FROM (VALUES ",
+                3,
+                chunk.len(),
+                ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 ORDER BY new.column3",
+            );
+            let mut arguments = SqliteArguments::default();
+            for (index, delivery) in (0_i64..).zip(chunk) {
+                bind(&mut arguments, delivery.id.as_str())?;
+                bind(&mut arguments, delivery.digest.0.as_slice())?;
+                bind(&mut arguments, index)?;
+            }
+            for row in self.fetch("looking ids up", sql, arguments).await? {
+                let processed = row.get::<Option<Vec<u8>>, _>(0).and_then(|digest| digest.try_into().ok());
+                known.push(match (row.get::<bool, _>(1), processed) {
+                    (true, _) => Claim::Dead,
+                    (false, Some(digest)) => Claim::Processed(Digest(digest)),
+                    (false, None) => Claim::New,
+                });
+            }
+        }
+        Ok(known)
+    }
+
+    /// Keeps `deliveries` in `orders`: the effect of the built-in handler.
+    pub async fn record_orders(&mut self, deliveries: &[&Delivery]) -> Result<(), Error> {
+        for chunk in chunks(deliveries) {
+            let sql = values(
+                "INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ",
+                5,
+                chunk.len(),
+                "",
+            );
+            let mut arguments = SqliteArguments::default();
+            for delivery in chunk {
+                bind(&mut arguments, delivery.id.as_str())?;
+                bind(&mut arguments, delivery.raw.subject.as_str())?;
+                bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
+                bind(&mut arguments, delivery.raw.position.published_ns)?;
+                bind(&mut arguments, delivery.raw.payload.as_ref())?;
+            }
+            self.execute("recording orders", sql, arguments).await?;
+        }
+        Ok(())
+    }
+
+    /// Writes a dead letter; the same message twice leaves one.
+    pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<(), Error> {
+        let DeadLetter { delivery, reason, error } = letter;
+        let mut headers: HashMap<&str, Vec<&str>> = HashMap::new();
+        for (name, value) in &delivery.raw.headers {
+            headers.entry(name).or_default().push(value);
+        }
+        let mut arguments = SqliteArguments::default();
+        bind(&mut arguments, delivery.id.as_str())?;
+        bind(&mut arguments, delivery.raw.subject.as_str())?;
+        bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
+        bind(&mut arguments, to_i64(delivery.raw.position.delivered))?;
+        bind(&mut arguments, reason.name())?;
+        bind(&mut arguments, *error)?;
+        bind(&mut arguments, serde_json::json!(headers).to_string())?;
+        bind(&mut arguments, delivery.raw.payload.as_ref())?;
+        bind(&mut arguments, now_ns)?;
+        bind(&mut arguments, delivery.digest.0.as_slice())?;
+        let sql = "INSERT INTO dead_letters \
+             (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest) \
+             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, digest) DO NOTHING";
+        self.execute("writing a dead letter", sql.to_owned(), arguments).await
+    }
+
+    /// The runs over a message that did not succeed so far.
+    pub async fn attempts(&mut self, id: &str) -> Result<Attempts, Error> {
+        if !*self.any_attempts {
+            return Ok(Attempts::default());
+        }
+        let mut arguments = SqliteArguments::default();
+        bind(&mut arguments, id)?;
+        let sql = "SELECT failed, started FROM attempts WHERE id = ?".to_owned();
+        let rows = self.fetch("reading the attempts", sql, arguments).await?;
+        Ok(rows.first().map_or_else(Attempts::default, |row| Attempts { failed: row.get(0), started: row.get(1) }))
+    }
+
+    /// Stores the runs over a message. `error` is what the last failure said, if one is to be noted.
+    pub async fn set_attempts(
+        &mut self,
+        id: &str,
+        attempts: Attempts,
+        error: Option<&str>,
+        now_ns: i64,
+    ) -> Result<(), Error> {
+        *self.any_attempts = true;
+        let mut arguments = SqliteArguments::default();
+        bind(&mut arguments, id)?;
+        bind(&mut arguments, attempts.failed)?;
+        bind(&mut arguments, attempts.started)?;
+        bind(&mut arguments, error)?;
+        bind(&mut arguments, now_ns)?;
+        let sql = "INSERT INTO attempts (id, failed, started, last_error, updated_at) VALUES (?, ?, ?, ?, ?) \
+             ON CONFLICT (id) DO UPDATE SET failed = excluded.failed, started = excluded.started, \
+             last_error = coalesce(excluded.last_error, last_error), updated_at = excluded.updated_at";
+        self.execute("writing the attempts", sql.to_owned(), arguments).await
+    }
+
+    /// Forgets the attempts of messages that have their outcome.
+    pub async fn forget_attempts(&mut self, deliveries: &[&Delivery]) -> Result<(), Error> {
+        if !*self.any_attempts {
+            return Ok(());
+        }
+        for chunk in chunks(deliveries) {
+            let sql = values("DELETE FROM attempts WHERE id IN (VALUES ", 1, chunk.len(), ")");
+            let mut arguments = SqliteArguments::default();
+            for delivery in chunk {
+                bind(&mut arguments, delivery.id.as_str())?;
+            }
+            self.execute("forgetting attempts", sql, arguments).await?;
+        }
+        Ok(())
+    }
+
+    /// Marks the point that [`Tx::undo`] returns to.
+    pub async fn savepoint(&mut self) -> Result<(), Error> {
+        self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await
+    }
+
+    /// Keeps what was done since the savepoint.
+    pub async fn keep(&mut self) -> Result<(), Error> {
+        self.execute("releasing a savepoint", "RELEASE message".to_owned(), SqliteArguments::default()).await
+    }
+
+    /// Undoes what was done since the savepoint.
+    pub async fn undo(&mut self) -> Result<(), Error> {
+        const DOING: &str = "returning to a savepoint";
+        self.sound = false;
+        self.execute(DOING, "ROLLBACK TO message".to_owned(), SqliteArguments::default()).await?;
+        self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await
+    }
+
+    /// Makes it durable: returns after the WAL is on disk.
+    ///
+    /// # Errors
+    /// The outcome is then unknown. Nothing may be acknowledged; the ids tell the truth when the messages come again.
+    pub async fn commit(self) -> Result<(), Error> {
+        sqlx::query("COMMIT")
+            .execute(&mut *self.connection)
+            .await
+            .map_err(|source| Error::new("committing", source))?;
+        *self.clean = self.sound;
+        Ok(())
+    }
+
+    async fn execute(&mut self, doing: &'static str, sql: String, arguments: SqliteArguments) -> Result<(), Error> {
+        match sqlx::query_with(AssertSqlSafe(sql), arguments).execute(&mut *self.connection).await {
+            Ok(_) => Ok(()),
+            Err(source) => Err(self.fail(doing, source)),
+        }
+    }
+
+    async fn fetch(
+        &mut self,
+        doing: &'static str,
+        sql: String,
+        arguments: SqliteArguments,
+    ) -> Result<Vec<SqliteRow>, Error> {
+        sqlx::query_with(AssertSqlSafe(sql), arguments)
+            .fetch_all(&mut *self.connection)
+            .await
+            .map_err(|source| self.fail(doing, source))
+    }
+
+    fn fail(&mut self, doing: &'static str, source: sqlx::Error) -> Error {
+        self.sound = false;
+        Error::new(doing, source)
+    }
+}
+
+impl Error {
+    /// Classifies what SQLite said by its extended result code (sqlite.org/rescode.html).
+    pub fn new(doing: &'static str, source: sqlx::Error) -> Self {
+        let code = source.as_database_error().and_then(|error| error.code()?.parse::<u32>().ok());
+        let class = match code.map(|code| code & 0xff) {
+            Some(5 | 6) => DbErrorClass::Busy,
+            Some(8) => DbErrorClass::ReadOnly,
+            Some(10 | 14) => DbErrorClass::Io,
+            Some(11 | 26) => DbErrorClass::Corrupt,
+            Some(13) => DbErrorClass::Full,
+            // Too big, constraint, type mismatch: all about the values of one row.
+            Some(18..=20) => DbErrorClass::Constraint,
+            Some(_) | None => DbErrorClass::Other,
+        };
+        Self { doing, class, source }
+    }
+}
+
+async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {
+    let deadline = Instant::now() + patience;
+    let mut said = false;
+    loop {
+        match Lock::try_acquire(path) {
+            Ok(lock) => return Ok(lock),
+            Err(LockError::Io(source)) => return Err(OpenError::Io { path: path.to_owned(), source }),
+            Err(LockError::Held(holder)) if Instant::now() >= deadline => {
+                return Err(OpenError::Held { path: path.to_owned(), holder });
+            }
+            Err(LockError::Held(holder)) => {
+                if !said {
+                    tracing::warn!(database = %path.display(), %holder, "database is in use, waiting for it");
+                    said = true;
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+fn require_folder(path: &Path) -> Result<(), OpenError> {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
+            Err(OpenError::MissingFolder(folder.to_owned()))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// Looks at the first bytes before anything opens the file for writing.
+fn require_sqlite(path: &Path) -> Result<(), OpenError> {
+    const MAGIC: &[u8] = b"SQLite format 3\0";
+    let io_error = |source| OpenError::Io { path: path.to_owned(), source };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(io_error(error)),
+    };
+    let mut head = Vec::new();
+    file.take(MAGIC.len() as u64).read_to_end(&mut head).map_err(io_error)?;
+    // An empty file is what SQLite itself makes of a database without tables.
+    if head.is_empty() || head == MAGIC { Ok(()) } else { Err(OpenError::NotADatabase(path.to_owned())) }
+}
+
+/// Compares the migrations that the file has seen with ours, before any of them runs.
+async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
+    let failed = |source| OpenError::Database { path: path.to_owned(), source };
+    let mut connection = connect(&options(path), "opening the database").await.map_err(failed)?;
+    let reading = |source| failed(Error::new("reading the schema", source));
+    let (tables, ours): (i64, bool) = sqlx::query_as(
+        "SELECT count(*), coalesce(max(name = '_sqlx_migrations'), 0) FROM sqlite_schema WHERE type = 'table'",
+    )
+    .fetch_one(&mut connection)
+    .await
+    .map_err(reading)?;
+    if tables > 0 && !ours {
+        return Err(OpenError::NotOurs(path.to_owned()));
+    }
+    if ours {
+        let applied: Vec<(i64, Vec<u8>)> =
+            sqlx::query_as("SELECT version, checksum FROM _sqlx_migrations ORDER BY version")
+                .fetch_all(&mut connection)
+                .await
+                .map_err(reading)?;
+        for (version, checksum) in applied {
+            match MIGRATIONS.iter().find(|migration| migration.version == version) {
+                None => return Err(OpenError::Newer { path: path.to_owned(), version }),
+                Some(known) if known.checksum != checksum => {
+                    return Err(OpenError::Foreign { path: path.to_owned(), version });
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    connection.close().await.map_err(reading)
+}
+
+fn options(path: &Path) -> SqliteConnectOptions {
+    SqliteConnectOptions::new().filename(path).busy_timeout(BUSY_TIMEOUT).disable_statement_logging()
+}
+
+async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Result<SqliteConnection, Error> {
+    options.connect().await.map_err(|source| Error::new(doing, source))
+}
+
+async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error> {
+    // Two subqueries, since SQLite looks min and max up in the B-tree only when each stands alone.
+    let (ids, dead): (i64, i64) = sqlx::query_as(
+        "SELECT coalesce((SELECT max(rowid) FROM processed_ids) - (SELECT min(rowid) FROM processed_ids) + 1, 0), \
+         (SELECT count(*) FROM dead_letters)",
+    )
+    .fetch_one(connection)
+    .await?;
+    Ok(Counts { processed_ids: ids.unsigned_abs(), dead_letters: dead.unsigned_abs() })
+}
+
+/// Cuts a batch into runs whose lengths are powers of two, so that a handful of statement texts serve every batch and stay in
+/// the driver's cache.
+fn chunks<'a, T>(mut rows: &'a [T]) -> impl Iterator<Item = &'a [T]> {
+    std::iter::from_fn(move || {
+        let length = match rows.len() {
+            0 => return None,
+            length => ROWS_MAX.min(1 << length.ilog2()),
+        };
+        let (chunk, rest) = rows.split_at(length);
+        rows = rest;
+        Some(chunk)
+    })
+}
+
+/// `before (?,?),(?,?) after`
+fn values(before: &str, columns: usize, rows: usize, after: &str) -> String {
+    let row = format!("({})", vec!["?"; columns].join(","));
+    format!("{before}{}{after}", vec![row; rows].join(","))
+}
+
+fn bind<'a, T>(arguments: &mut SqliteArguments, value: T) -> Result<(), Error>
+where
+    T: sqlx::Encode<'a, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
+{
+    arguments.add(value).map_err(|source| Error::new("binding a value", sqlx::Error::Encode(source)))
+}
+
+/// SQLite integers are signed; a stream of 2^63 messages is out of this world.
+fn to_i64(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}

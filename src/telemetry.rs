@@ -1,0 +1,132 @@
+//! What the daemon shows of itself, in one place: where a fact belongs to both a metric and the health, both are set together.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::time::Instant;
+
+use crate::delivery::Delivery;
+use crate::health::{ConsumerView, Health};
+use crate::metrics::{Metrics, SeenBy};
+use crate::outcome::Outcome;
+use crate::store::{Counts, Sizes};
+
+/// The same trouble is said again after this long.
+const REMIND_AFTER: Duration = Duration::from_secs(60);
+
+/// Metrics and health of one daemon.
+pub struct Telemetry {
+    pub metrics: Arc<Metrics>,
+    pub health: Arc<Health>,
+    processed_ids: AtomicU64,
+    dead_letters: AtomicU64,
+}
+
+impl Telemetry {
+    pub fn new() -> Self {
+        Self {
+            metrics: Arc::new(Metrics::new()),
+            health: Arc::new(Health::new()),
+            processed_ids: AtomicU64::new(0),
+            dead_letters: AtomicU64::new(0),
+        }
+    }
+
+    /// The connection came or went.
+    pub fn connected(&self, connected: Result<(), String>) {
+        self.health.set_connected(connected);
+    }
+
+    /// A fresh look at stream and consumer.
+    pub fn consumer_seen(&self, view: &ConsumerView) {
+        self.health.set_consumer(view.clone());
+    }
+
+    /// How many deliveries are in hand.
+    pub fn held(&self, held: usize) {
+        self.health.set_held(held);
+    }
+
+    pub fn draining(&self) {
+        self.health.set_draining();
+    }
+
+    /// What the database held when it was opened. Later changes are counted from there.
+    pub fn counted(&self, counts: Counts) {
+        self.processed_ids.store(counts.processed_ids, Ordering::Relaxed);
+        self.dead_letters.store(counts.dead_letters, Ordering::Relaxed);
+        self.health.set_counts(counts.processed_ids, counts.dead_letters);
+    }
+
+    pub fn pruned(&self, ids: u64) {
+        self.metrics.ids_pruned.increment(ids);
+        self.count(0, 0, ids);
+    }
+
+    pub fn sizes(&self, sizes: Sizes) {
+        self.metrics.database_bytes.set(sizes.database as f64);
+        self.metrics.wal_bytes.set(sizes.wal as f64);
+    }
+
+    /// A commit is durable. Messages without an outcome were not part of it.
+    pub fn committed<'a>(&self, decided: impl Iterator<Item = (&'a Delivery, &'a Option<Outcome>)>, took: Duration) {
+        let now_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos()) as f64;
+        let (mut messages, mut last_seq, mut applied, mut dead) = (0_u64, 0, 0, 0);
+        for (delivery, outcome) in decided {
+            let Some(outcome) = outcome else { continue };
+            messages += 1;
+            last_seq = last_seq.max(delivery.raw.position.stream_seq);
+            self.metrics.outcomes.increment(outcome.kind(), 1);
+            match outcome {
+                Outcome::Applied => applied += 1,
+                Outcome::Duplicate => self.metrics.redeliveries.increment(SeenBy::Inbox, 1),
+                Outcome::Retry { .. } => {}
+                Outcome::DeadLettered { reason, .. } => {
+                    dead += 1;
+                    self.metrics.dead_letters_total.increment(*reason, 1);
+                }
+            }
+            let age_ns = now_ns - delivery.raw.position.published_ns as f64;
+            self.metrics.end_to_end_seconds.record(age_ns.max(0.0) / 1e9);
+        }
+        self.metrics.commit_duration_seconds.record(took.as_secs_f64());
+        self.metrics.commit_batch_messages.record(messages as f64);
+        self.count(applied, dead, 0);
+        self.health.committed(last_seq, messages);
+    }
+
+    fn count(&self, applied: u64, dead: u64, pruned: u64) {
+        let processed = self.processed_ids.fetch_add(applied, Ordering::Relaxed) + applied;
+        self.processed_ids.fetch_sub(pruned.min(processed), Ordering::Relaxed);
+        let dead_letters = self.dead_letters.fetch_add(dead, Ordering::Relaxed) + dead;
+        self.health.set_counts(processed.saturating_sub(pruned), dead_letters);
+    }
+}
+
+impl Default for Telemetry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Decides whether a trouble is worth a line: when it is new, and then now and then.
+#[derive(Debug, Default)]
+pub struct Reminder {
+    said: Option<(String, Instant)>,
+}
+
+impl Reminder {
+    pub fn is_due(&mut self, cause: &str) -> bool {
+        let due = self.said.as_ref().is_none_or(|(said, at)| said != cause || at.elapsed() >= REMIND_AFTER);
+        if due {
+            self.said = Some((cause.to_owned(), Instant::now()));
+        }
+        due
+    }
+
+    /// The trouble is over.
+    pub fn forget(&mut self) {
+        self.said = None;
+    }
+}

@@ -1,0 +1,497 @@
+//! THE loop: pull, one transaction per batch, commit, acknowledge.
+//!
+//! [`Worker::run`] is the path of every message. Whatever arrives during one commit is the next batch, so a lone order waits for
+//! nothing and a backlog shares its fsyncs. Only waiting is ever cancelled: a batch runs on a task of its own to its end.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::future::OptionFuture;
+use tokio::task::{JoinError, JoinHandle};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Config, Retention};
+use crate::consumer::gate::Finding;
+use crate::consumer::{Arrival, Consumer, Event, Limits, Room};
+use crate::delivery::{Delivery, IdScheme, Reply};
+use crate::handler::Handler;
+use crate::health::ConsumerView;
+use crate::inbox::{Inbox, Outcomes, is_suspect};
+use crate::metrics::{DbErrorClass, Label, SeenBy};
+use crate::outcome::{Acknowledgement, Outcome};
+use crate::retry::RetryPolicy;
+use crate::store::{self, Store};
+use crate::telemetry::{Reminder, Telemetry};
+
+/// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
+const TICK_MAX: Duration = Duration::from_secs(1);
+/// Acknowledgements that cannot be handed to the client within this long are left to redelivery.
+const ACKNOWLEDGE_BUDGET: Duration = Duration::from_secs(2);
+const DATABASE_RETRY_MIN: Duration = Duration::from_millis(100);
+const DATABASE_RETRY_MAX: Duration = Duration::from_secs(2);
+/// How often stream and consumer are looked at while running, and while waiting for the end of the work.
+const INFO_EVERY: Duration = Duration::from_secs(2);
+const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
+const PRUNE_EVERY: Duration = Duration::from_secs(60);
+/// Ids dropped in one transaction: a few milliseconds.
+const PRUNE_STEP: u32 = 500;
+/// `inbox.retention = "auto"` keeps ids at least this long: publishers repeat themselves without the server's help.
+const RETENTION_MIN: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+
+/// When [`Worker::run`] is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// Only when it is told to.
+    Stopped,
+    /// Also when nothing is pending and nothing is held.
+    Idle,
+}
+
+/// Why the worker did not end as it should.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The operator has to change the consumer.
+    #[error("{}", .0.iter().map(|finding| finding.text.as_str()).collect::<Vec<_>>().join("\n"))]
+    Refused(Vec<Finding>),
+    /// The operator has to restore a backup.
+    #[error("the database is damaged; stop, keep the file, and restore a backup")]
+    Corrupt(#[source] store::Error),
+    #[error("the deadline of {} passed before everything in hand was committed and acknowledged", humantime::format_duration(*.0))]
+    Deadline(Duration),
+    #[error("a batch ended in a panic")]
+    Panicked(#[source] JoinError),
+    #[error("the database could not be closed; nothing is lost, the next start recovers it")]
+    Close(#[source] store::Error),
+}
+
+/// One consumer, one database, one loop.
+pub struct Worker {
+    config: Arc<Config>,
+    telemetry: Arc<Telemetry>,
+    consumer: Consumer,
+    limits: Option<Limits>,
+    scheme: IdScheme,
+    waiting: Waiting,
+    held: HashMap<u64, Held>,
+    /// Here while no job runs.
+    inbox: Option<Inbox>,
+    job: Option<JoinHandle<Done>>,
+    database: Database,
+    /// Makes the job in hand stop at the next message.
+    hurry: CancellationToken,
+    view: Option<ConsumerView>,
+    prune_due: Instant,
+    until: Until,
+}
+
+/// A delivery that we owe the server an answer for, by stream sequence.
+struct Held {
+    reply: Reply,
+    /// Tells a message from another one that got the same sequence after the server lost its tail.
+    published_ns: i64,
+    /// When `ack_wait` last began to run.
+    touched: Instant,
+}
+
+/// Deliveries that wait for their batch, in the order of their arrival.
+#[derive(Default)]
+struct Waiting {
+    deliveries: VecDeque<Delivery>,
+    bytes: usize,
+}
+
+/// Whether the database lets us.
+#[derive(Default)]
+struct Database {
+    failures: u32,
+    retry_at: Option<Instant>,
+    reminder: Reminder,
+}
+
+/// What comes back from the task that works on the database.
+struct Done {
+    inbox: Inbox,
+    work: Work,
+}
+
+enum Work {
+    Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
+    Prune(Result<u64, store::Error>),
+}
+
+impl Worker {
+    pub fn new(
+        config: Arc<Config>,
+        store: Store,
+        handler: Arc<dyn Handler>,
+        telemetry: Arc<Telemetry>,
+        until: Until,
+    ) -> Self {
+        let info_every = if until == Until::Idle { INFO_EVERY_UNTIL_IDLE } else { INFO_EVERY };
+        let retry = RetryPolicy {
+            max_attempts: config.retry.max_attempts,
+            min_delay: config.retry.min_delay,
+            max_delay: config.retry.max_delay,
+        };
+        Self {
+            consumer: Consumer::new(config.clone(), telemetry.clone(), info_every),
+            limits: None,
+            scheme: IdScheme {
+                stream: config.consumer.stream.clone(),
+                stream_created_ns: 0,
+                pointer: config.inbox.id_pointer.clone(),
+            },
+            waiting: Waiting::default(),
+            held: HashMap::new(),
+            inbox: Some(Inbox::new(store, handler, retry, config.inbox.on_conflict)),
+            job: None,
+            database: Database::default(),
+            hurry: CancellationToken::new(),
+            view: None,
+            prune_due: Instant::now(),
+            until,
+            config,
+            telemetry,
+        }
+    }
+
+    /// Works until `stop`, or until idle if so asked; then drains, within `shutdown.timeout`.
+    ///
+    /// # Errors
+    /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
+    pub async fn run(mut self, stop: CancellationToken) -> Result<(), WorkerError> {
+        let mut tick = interval(TICK_MAX);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            self.start_job();
+            let room = self.room();
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(done) = OptionFuture::from(self.job.as_mut()) => self.finish_job(done.map_err(WorkerError::Panicked)?).await?,
+                _ = tick.tick() => self.keep_alive().await,
+                event = self.consumer.next(room) => match event {
+                    Event::Deliveries(arrivals) => self.receive(arrivals),
+                    Event::Seen(view) => self.view = Some(view),
+                    Event::Refused(findings) => return Err(WorkerError::Refused(findings)),
+                    Event::Bound { limits, stream_created_ns, another_stream } => {
+                        tick = interval(TICK_MAX.min(limits.ack_wait / 8));
+                        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                        self.bound(limits, stream_created_ns, another_stream);
+                    }
+                },
+            }
+            if self.until == Until::Idle && self.is_idle() {
+                break;
+            }
+        }
+        let deadline = self.config.shutdown.timeout;
+        let began = Instant::now();
+        let telemetry = self.telemetry.clone();
+        let drained = tokio::time::timeout(deadline, self.drain()).await;
+        telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
+        drained.unwrap_or(Err(WorkerError::Deadline(deadline)))
+    }
+
+    /// Hands the next batch, or a step of pruning, to a task of its own, if the last one is done.
+    fn start_job(&mut self) {
+        let now = Instant::now();
+        if self.database.retry_at.is_some_and(|at| at > now) {
+            return;
+        }
+        let Some(mut inbox) = self.inbox.take() else { return };
+        let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
+        if !batch.is_empty() {
+            inbox.max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
+            let hurry = self.hurry.clone();
+            self.job = Some(tokio::spawn(async move {
+                let began = Instant::now();
+                let result = inbox.process(&batch, &hurry).await;
+                Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
+            }));
+        } else if self.prune_due <= now {
+            let (before_ns, below_seq) = self.prunable();
+            self.job = Some(tokio::spawn(async move {
+                let result = inbox.store().prune(before_ns, below_seq, PRUNE_STEP).await;
+                Done { inbox, work: Work::Prune(result) }
+            }));
+        } else {
+            self.inbox = Some(inbox);
+        }
+    }
+
+    /// Draws the conclusions from a job that has ended: durable outcomes are acknowledged, a failed batch waits.
+    async fn finish_job(&mut self, done: Done) -> Result<(), WorkerError> {
+        self.job = None;
+        let inbox = self.inbox.insert(done.inbox);
+        self.telemetry.sizes(inbox.store().sizes());
+        match done.work {
+            Work::Batch { batch, took, result: Ok(outcomes) } => {
+                self.database_works();
+                self.settle(batch, outcomes, took).await;
+            }
+            Work::Batch { batch, result: Err(error), .. } => {
+                // Nothing of it is known to be durable. It stays held and goes first when the database is back.
+                self.waiting.put_back(batch);
+                self.database_failed(error)?;
+            }
+            Work::Prune(Ok(pruned)) => {
+                self.database_works();
+                self.telemetry.pruned(pruned);
+                let more = pruned == u64::from(PRUNE_STEP);
+                self.prune_due = Instant::now() + if more { Duration::ZERO } else { PRUNE_EVERY };
+            }
+            Work::Prune(Err(error)) => self.database_failed(error)?,
+        }
+        Ok(())
+    }
+
+    /// Acknowledges what a commit has decided. Everything here is durable.
+    async fn settle(&mut self, batch: Vec<Delivery>, outcomes: Outcomes, took: Duration) {
+        let mut acknowledgements = Vec::with_capacity(batch.len());
+        let mut undecided = Vec::new();
+        self.telemetry.committed(batch.iter().zip(&outcomes), took);
+        tracing::debug!(messages = batch.len(), ?took, "committed");
+        for (delivery, outcome) in batch.into_iter().zip(outcomes) {
+            let Some(outcome) = outcome else {
+                undecided.push(delivery);
+                continue;
+            };
+            report(&delivery, &outcome);
+            let position = delivery.raw.position;
+            if self.held.get(&position.stream_seq).is_some_and(|held| held.published_ns == position.published_ns)
+                && let Some(held) = self.held.remove(&position.stream_seq)
+            {
+                acknowledgements.push((held.reply, outcome.acknowledgement()));
+            }
+        }
+        self.waiting.put_back(undecided);
+        self.acknowledge(&acknowledgements).await;
+    }
+
+    /// Tells the server; what does not get through is delivered again and is then a duplicate.
+    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)]) {
+        let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return };
+        let sending = async {
+            for (reply, acknowledgement) in others {
+                self.consumer.acknowledge(reply, *acknowledgement).await?;
+            }
+            // While draining this may be the last word: wait until the server has it.
+            if self.hurry.is_cancelled() {
+                self.consumer.acknowledge_with_receipt(last, *last_acknowledgement).await
+            } else {
+                self.consumer.acknowledge(last, *last_acknowledgement).await
+            }
+        };
+        match tokio::time::timeout(ACKNOWLEDGE_BUDGET, sending).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::debug!(%error, "not acknowledged, the server will deliver again"),
+            Err(_) => tracing::debug!("acknowledging took too long, the server will deliver again"),
+        }
+    }
+
+    /// Takes deliveries in. One of a message that we hold already only renews the claim on it: it must not run twice.
+    fn receive(&mut self, arrivals: Vec<Arrival>) {
+        let now = Instant::now();
+        let metrics = &self.telemetry.metrics;
+        for (raw, reply) in arrivals {
+            let position = raw.position;
+            metrics.deliveries.increment(1);
+            if position.delivered > 1 {
+                metrics.redeliveries.increment(SeenBy::Server, 1);
+            }
+            let held = Held { reply, published_ns: position.published_ns, touched: now };
+            match self.held.insert(position.stream_seq, held) {
+                Some(before) if before.published_ns == position.published_ns => {}
+                Some(_) | None => self.waiting.push(Delivery::new(raw, &self.scheme)),
+            }
+        }
+        self.telemetry.held(self.held.len());
+    }
+
+    fn bound(&mut self, limits: Limits, stream_created_ns: i64, another_stream: bool) {
+        if another_stream {
+            // What we hold of the old stream is still applied, under its old ids. But an acknowledgement goes by sequence alone
+            // and would hit a message of the new stream.
+            self.held.clear();
+        }
+        self.scheme.stream_created_ns = stream_created_ns;
+        self.limits = Some(limits);
+    }
+
+    /// Shows that the loop turns, and restarts `ack_wait` for what is held before half of it has passed twice.
+    async fn keep_alive(&mut self) {
+        self.telemetry.health.tick();
+        self.telemetry.held(self.held.len());
+        let Some(limits) = &self.limits else { return };
+        let now = Instant::now();
+        let half = limits.ack_wait / 2;
+        let due: Vec<(Reply, Acknowledgement)> = (self.held.values_mut())
+            .filter(|held| now.duration_since(held.touched) >= half)
+            .map(|held| {
+                held.touched = now;
+                (held.reply.clone(), Acknowledgement::InProgress)
+            })
+            .collect();
+        self.acknowledge(&due).await;
+    }
+
+    /// What may be asked of the server: nothing while the database does not take it.
+    fn room(&self) -> Room {
+        if self.database.retry_at.is_some() {
+            return Room { messages: 0, bytes: 0 };
+        }
+        let batch = &self.config.batch;
+        Room {
+            messages: batch.max_messages.saturating_sub(self.waiting.deliveries.len()),
+            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
+        self.held.is_empty() && self.inbox.is_some() && self.view.as_ref().is_some_and(nothing_pending)
+    }
+
+    fn prunable(&self) -> (i64, Option<u64>) {
+        let (age, below_seq) = match self.config.inbox.retention {
+            // A message that the stream still has can come again, after a reset of the consumer for one.
+            Retention::Auto => (RETENTION_MIN, Some(self.view.as_ref().map_or(0, |view| view.stream_first_seq))),
+            Retention::For(age) => (age, None),
+        };
+        let before = SystemTime::now().checked_sub(age).and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+        (before.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)), below_seq)
+    }
+
+    fn database_works(&mut self) {
+        if self.database.retry_at.is_some() {
+            tracing::info!("the database works again");
+        }
+        self.database = Database::default();
+        self.telemetry.health.set_database(Ok(()));
+    }
+
+    /// Puts the work off, and says why. Nothing is acknowledged and no attempt is spent.
+    fn database_failed(&mut self, error: store::Error) -> Result<(), WorkerError> {
+        self.telemetry.metrics.db_errors.increment(error.class, 1);
+        if error.class == DbErrorClass::Corrupt {
+            return Err(WorkerError::Corrupt(error));
+        }
+        let cause = format!("{error}: {}", error.source);
+        if self.database.reminder.is_due(&cause) {
+            tracing::error!(%cause, "the database does not work, pulling stops until it does");
+        }
+        self.telemetry.health.set_database(Err(cause));
+        let delay = DATABASE_RETRY_MIN * (1 << self.database.failures.min(5));
+        self.database.failures += 1;
+        self.database.retry_at = Some(Instant::now() + delay.min(DATABASE_RETRY_MAX));
+        Ok(())
+    }
+
+    /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
+    async fn drain(mut self) -> Result<(), WorkerError> {
+        tracing::info!(held = self.held.len(), "draining");
+        self.telemetry.draining();
+        self.hurry.cancel();
+        let arrived = self.consumer.quiesce().await;
+        self.receive(arrived);
+        self.finish_running().await?;
+        // The server's last delivery of a message is not handed back: it would never come again.
+        let last = self.limits.as_ref().and_then(|limits| limits.max_deliver).unwrap_or(u64::MAX);
+        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
+        self.prune_due = Instant::now() + PRUNE_EVERY;
+        self.start_job();
+        while self.job.is_some() {
+            self.finish_running().await?;
+            self.start_job();
+        }
+        let rest: Vec<_> =
+            self.held.drain().map(|(_, held)| (held.reply, Acknowledgement::Nak { delay: Duration::ZERO })).collect();
+        self.acknowledge(&rest).await;
+        if let Some(inbox) = self.inbox.take() {
+            inbox.into_store().close().await.map_err(WorkerError::Close)?;
+        }
+        tracing::info!(handed_back = rest.len(), "drained");
+        Ok(())
+    }
+
+    /// Waits for the job in hand, keeping everything that is held alive.
+    async fn finish_running(&mut self) -> Result<(), WorkerError> {
+        let mut tick = interval(TICK_MAX);
+        loop {
+            tokio::select! {
+                done = OptionFuture::from(self.job.as_mut()) => match done {
+                    Some(done) => return self.finish_job(done.map_err(WorkerError::Panicked)?).await,
+                    None => return Ok(()),
+                },
+                _ = tick.tick() => self.keep_alive().await,
+            }
+        }
+    }
+}
+
+impl Waiting {
+    fn push(&mut self, delivery: Delivery) {
+        self.bytes += delivery.bytes();
+        self.deliveries.push_back(delivery);
+    }
+
+    /// Back to the front, in order.
+    fn put_back(&mut self, deliveries: Vec<Delivery>) {
+        for delivery in deliveries.into_iter().rev() {
+            self.bytes += delivery.bytes();
+            self.deliveries.push_front(delivery);
+        }
+    }
+
+    /// The next batch in stream order: only suspects or none, no sequence twice, at least one message if there is any.
+    fn next_batch(&mut self, max_messages: usize, max_bytes: usize) -> Vec<Delivery> {
+        let Some(suspects) = self.deliveries.front().map(is_suspect) else { return Vec::new() };
+        let mut bytes = 0;
+        let fits = |delivery: &&Delivery| {
+            bytes += delivery.bytes();
+            is_suspect(delivery) == suspects && bytes <= max_bytes
+        };
+        let count = self.deliveries.iter().take(max_messages).take_while(fits).count().max(1);
+        let mut batch: Vec<Delivery> = self.deliveries.drain(..count).collect();
+        batch.sort_by_key(|delivery| delivery.raw.position.stream_seq);
+        // The same sequence twice: the stream was created anew, or lost its tail, while we held a message.
+        let mut later = Vec::new();
+        let mut index = 1;
+        while index < batch.len() {
+            if batch[index].raw.position.stream_seq == batch[index - 1].raw.position.stream_seq {
+                later.push(batch.remove(index));
+            } else {
+                index += 1;
+            }
+        }
+        self.bytes -= batch.iter().chain(&later).map(Delivery::bytes).sum::<usize>();
+        self.put_back(later);
+        batch
+    }
+
+    fn retain(&mut self, which: impl Fn(&Delivery) -> bool) {
+        self.deliveries.retain(which);
+        self.bytes = self.deliveries.iter().map(Delivery::bytes).sum();
+    }
+}
+
+/// One line for each message that did not simply succeed. Never its payload.
+fn report(delivery: &Delivery, outcome: &Outcome) {
+    let (id, position) = (&delivery.id, delivery.raw.position);
+    let (stream_seq, delivered) = (position.stream_seq, position.delivered);
+    let subject = &delivery.raw.subject;
+    match outcome {
+        Outcome::Applied | Outcome::Duplicate => {
+            tracing::trace!(message_id = %id, stream_seq, delivered, outcome = outcome.kind().name());
+        }
+        Outcome::Retry { delay, error } => {
+            tracing::warn!(message_id = %id, %subject, stream_seq, delivered, ?delay, %error, outcome = "retry", "the handler failed on {id}, it will be delivered again");
+        }
+        Outcome::DeadLettered { reason, error } => {
+            tracing::warn!(message_id = %id, %subject, stream_seq, delivered, reason = reason.name(), %error, outcome = "dead-lettered", "{id} is a dead letter");
+        }
+    }
+}

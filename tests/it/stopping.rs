@@ -1,0 +1,291 @@
+//! Stopping with a signal: what is in hand gets done, the rest goes back at once, and every step has a bound.
+
+use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
+
+use sqlx::Connection;
+
+use crate::support::nats::{consumer_config, patient_consumer_config, stream_config};
+use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, at_least, equal, eventually};
+
+/// Long enough that no run of this suite gets there: what ends before was not ended by it.
+const NO_DEADLINE: &str = "1h";
+
+/// In the middle of a backlog that nobody can have finished by the time that we look: thousands of commits.
+async fn worker_in_the_middle(spec: &DaemonSpec) -> Daemon {
+    let worker = spec.start();
+    eventually("the first orders are applied", PATIENCE, async || at_least(spec.db().count("orders").await, 1)).await;
+    worker
+}
+
+const BACKLOG: i64 = 20_000;
+
+async fn backlog() -> (NatsServer, Broker, DaemonSpec) {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.create(stream_config(), patient_consumer_config()).await;
+    broker.publish_numbered(1..=BACKLOG.unsigned_abs()).await;
+    let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
+    (server, broker, spec)
+}
+
+#[tokio::test]
+async fn sigterm_in_the_middle_of_a_backlog_hands_back_the_rest_for_the_next_worker_at_once() {
+    let (_server, broker, spec) = backlog().await;
+    let mut worker = worker_in_the_middle(&spec).await;
+    worker.drain().await;
+
+    let applied = spec.db().count("orders").await;
+    assert!(applied < BACKLOG, "it was stopped in the middle, not after the last order");
+    spec.db().applied_once(applied).await;
+    // Everything with an outcome is acknowledged, so whatever comes again was handed back.
+    let info = broker.consumer_info().await;
+    let acknowledged = info.delivered.stream_sequence - info.num_ack_pending as u64;
+    assert_eq!(acknowledged, applied.unsigned_abs(), "delivered {:?}", info.delivered);
+
+    // With this `ack_wait` what was not handed back would not come before the hour is over.
+    let next = spec.start_with(&["run"]);
+    broker.acknowledged(BACKLOG.unsigned_abs()).await;
+    spec.db().applied_once(BACKLOG).await;
+    drop(next);
+}
+
+#[tokio::test]
+async fn sigint_drains_like_sigterm() {
+    let (_server, broker, spec) = backlog().await;
+    let mut worker = worker_in_the_middle(&spec).await;
+    worker.send_signal("INT");
+    assert_eq!(worker.wait_exit(PATIENCE).await.code(), Some(0));
+
+    let applied = spec.db().count("orders").await;
+    assert!(applied < BACKLOG, "it was stopped in the middle, not after the last order");
+    let _next = spec.start();
+    broker.acknowledged(BACKLOG.unsigned_abs()).await;
+    spec.db().applied_once(BACKLOG).await;
+}
+
+#[tokio::test]
+async fn sigterm_on_an_idle_worker_ends_it_and_leaves_one_clean_database_file() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    worker.drain().await;
+
+    let left: Vec<_> = std::fs::read_dir(spec.folder())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.starts_with("orders.db"))
+        .collect();
+    assert_eq!(left, ["orders.db"], "the WAL is checkpointed and no lock stays behind");
+    assert_eq!(broker.consumer_info().await.num_waiting, 0, "no pull stays behind");
+}
+
+/// A worker that cannot commit, because somebody else writes the database, and a backlog that it holds.
+async fn hindered_worker(
+    server: &NatsServer,
+    shutdown_timeout: &str,
+) -> (Broker, DaemonSpec, Daemon, sqlx::SqliteConnection) {
+    let broker = Broker::connect(server).await;
+    broker.create(stream_config(), patient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", shutdown_timeout);
+    let mut worker = spec.start();
+    worker.ready().await;
+    let writer = write_lock(&spec).await;
+    broker.publish_numbered(1..=50).await;
+    eventually("the worker holds orders", PATIENCE, async || at_least(broker.consumer_info().await.num_ack_pending, 1))
+        .await;
+    (broker, spec, worker, writer)
+}
+
+async fn write_lock(spec: &DaemonSpec) -> sqlx::SqliteConnection {
+    let mut writer = spec.db().open_to_write().await;
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+    writer
+}
+
+#[tokio::test]
+async fn second_sigterm_ends_it_at_once_and_loses_nothing() {
+    let server = NatsServer::start().await;
+    let (broker, spec, mut worker, writer) = hindered_worker(&server, NO_DEADLINE).await;
+
+    worker.term();
+    worker.not_ready("drain").await;
+    worker.term();
+    let status = worker.wait_exit(PATIENCE).await;
+    assert!(status.code() != Some(0) || status.signal().is_some(), "not drained, so not 0: {status}");
+    writer.close().await.unwrap();
+
+    // It was cut off and handed nothing back: with the hour of `ack_wait` a new consumer stands for the time that passes.
+    broker.delete_consumer().await;
+    broker.create_consumer(consumer_config()).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(50).await;
+}
+
+#[tokio::test]
+async fn a_drain_that_cannot_commit_ends_at_its_deadline_with_exit_code_1() {
+    let server = NatsServer::start().await;
+    let (broker, spec, mut worker, writer) = hindered_worker(&server, "2s").await;
+
+    worker.term();
+    let status = worker.wait_exit(PATIENCE).await;
+    assert_eq!(status.code(), Some(1), "{status}");
+    assert_eq!(spec.db().count("orders").await, 0);
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
+    writer.close().await.unwrap();
+
+    broker.delete_consumer().await;
+    broker.create_consumer(consumer_config()).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(50).await;
+}
+
+#[tokio::test]
+async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    // What a killed worker held comes again soon.
+    broker.create(stream_config(), short_ack_wait()).await;
+    let spec = DaemonSpec::new(server.url())
+        .set("retry.max_attempts", "2")
+        .set("shutdown.timeout", "1s")
+        .set("batch.max_messages", "16");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let mut writer = write_lock(&spec).await;
+    broker.publish_numbered(1..=100).await;
+
+    for restart in 0..10 {
+        eventually("the worker holds orders", PATIENCE, async || {
+            at_least(broker.consumer_info().await.num_ack_pending, 1)
+        })
+        .await;
+        if restart % 2 == 0 {
+            worker.term();
+            worker.wait_exit(PATIENCE).await;
+        } else {
+            worker.kill9();
+        }
+        // A start may write to the database; then it has to be free for a moment.
+        sqlx::query("ROLLBACK").execute(&mut writer).await.unwrap();
+        worker = spec.start();
+        sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+    }
+    writer.close().await.unwrap();
+
+    broker.acknowledged(100).await;
+    spec.db().applied_once(100).await;
+    assert_eq!(spec.db().count("attempts").await, 0, "no attempt is spent on restarts");
+    worker.drain().await;
+}
+
+fn short_ack_wait() -> async_nats::jetstream::consumer::pull::Config {
+    async_nats::jetstream::consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() }
+}
+
+#[tokio::test]
+async fn sigterm_while_the_server_is_frozen_ends_within_the_deadline() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "3s");
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    server.freeze();
+    worker.term();
+    let status = worker.wait_exit(PATIENCE).await;
+    server.thaw();
+    assert!(matches!(status.code(), Some(0 | 1)), "{status}");
+    spec.db().applied_once(5).await;
+}
+
+#[tokio::test]
+async fn sigterm_while_the_server_is_away_ends_it() {
+    let mut server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE);
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    server.kill9();
+    worker.not_ready("connect").await;
+
+    worker.drain().await;
+    spec.db().applied_once(5).await;
+}
+
+#[tokio::test]
+async fn sigterm_over_a_dead_cable_ends_within_the_deadline_and_loses_nothing() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.create(stream_config(), short_ack_wait()).await;
+    broker.publish_numbered(1..=2_000).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "16").set("shutdown.timeout", "3s");
+    let mut worker = worker_in_the_middle(&spec).await;
+
+    proxy.stall();
+    worker.term();
+    let status = worker.wait_exit(PATIENCE).await;
+    assert!(matches!(status.code(), Some(0 | 1)), "{status}");
+    proxy.heal();
+
+    let _next = spec.start();
+    broker.acknowledged(2_000).await;
+    spec.db().applied_once(2_000).await;
+}
+
+#[tokio::test]
+async fn a_commit_that_waits_for_the_database_is_finished_in_the_drain() {
+    let server = NatsServer::start().await;
+    let (broker, spec, mut worker, writer) = hindered_worker(&server, NO_DEADLINE).await;
+
+    worker.term();
+    worker.not_ready("drain").await;
+    writer.close().await.unwrap();
+    assert_eq!(worker.wait_exit(PATIENCE).await.code(), Some(0));
+
+    let info = broker.consumer_info().await;
+    let applied = spec.db().count("orders").await;
+    eventually("what is applied is acknowledged", PATIENCE, async || {
+        let info = broker.consumer_info().await;
+        equal(info.delivered.stream_sequence - info.num_ack_pending as u64, applied.unsigned_abs())
+    })
+    .await;
+    assert_eq!(info.num_waiting, 0, "no pull stays behind");
+    let _next = spec.start();
+    broker.acknowledged(50).await;
+    spec.db().applied_once(50).await;
+}
+
+#[tokio::test]
+async fn sighup_reloads_the_log_level_and_nothing_stops() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let file = spec.folder().join("config.toml");
+    std::fs::write(&file, "[log]\nlevel = \"info\"\n").unwrap();
+    let mut worker = spec.start_with(&["--config", "config.toml", "run"]);
+    worker.ready().await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    assert!(!worker.log().contains("DEBUG"), "one line per batch is for debug only");
+
+    std::fs::write(&file, "[log]\nlevel = \"debug\"\n").unwrap();
+    worker.send_signal("HUP");
+    eventually("debug lines are logged", PATIENCE, async || {
+        broker.publish("Order Data").await;
+        if worker.log().contains("DEBUG") { Ok(()) } else { Err(worker.log()) }
+    })
+    .await;
+    assert_eq!(worker.exited(), None);
+    worker.ready().await;
+    worker.drain().await;
+}

@@ -1,0 +1,336 @@
+//! Bad surroundings: no server, a consumer that must not be worked on, ports and databases that are not for us.
+//! Exit code 2 means that the operator has to mend something: one clear line says what, and nothing was changed.
+
+use std::path::Path;
+use std::time::Duration;
+
+use async_nats::jetstream::consumer;
+use sqlx::Connection;
+
+use crate::support::nats::{CONSUMER, consumer_config, stream_config};
+use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, ServerSpec, free_port};
+
+/// `run` ends with exit code 2 and one line that has all these words.
+async fn refused(spec: &DaemonSpec, words: &[&str]) -> Finished {
+    let finished = spec.run(&["run"]).await;
+    assert_eq!(finished.code, Some(2), "{finished:?}");
+    let complaints = finished.complaints();
+    assert_eq!(complaints.len(), 1, "one clear line: {finished:?}");
+    for word in words {
+        assert!(complaints[0].contains(word), "no {word:?} in {complaints:?}");
+    }
+    finished
+}
+
+/// Names and contents of everything in a folder but our own captures.
+fn snapshot(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut files: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_type().unwrap().is_file())
+        .map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap()))
+        .filter(|(name, _)| !name.starts_with("stderr-"))
+        .collect();
+    files.sort();
+    files
+}
+
+#[tokio::test]
+async fn no_server_at_start_is_waited_for() {
+    let mut server = NatsServer::start().await;
+    let _broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    server.stop().await;
+    let mut worker = spec.start();
+    worker.not_ready("connect").await;
+    assert_eq!(worker.get("/livez").await.0, 200, "waiting is no reason to be restarted");
+    worker.logged(&["trying again"]).await;
+
+    server.restart().await;
+    worker.ready().await;
+    let broker = Broker::connect(&server).await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_ends_the_wait_for_a_server_at_once() {
+    // With this deadline only the signal itself can end the wait within the test's patience.
+    let spec = DaemonSpec::new(format!("nats://127.0.0.1:{}", free_port())).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.not_ready("connect").await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_ends_the_wait_for_a_stream_at_once() {
+    let server = NatsServer::start().await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.not_ready("stream ORDERS").await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_right_after_the_start_is_never_lost() {
+    let server = NatsServer::start().await;
+    let _broker = Broker::story(&server).await;
+    // From before the handlers are installed, when the kernel itself ends the process, to after the first pull.
+    for delay_ms in (0..200).step_by(10) {
+        let spec = DaemonSpec::new(server.url());
+        let mut worker = spec.start();
+        tokio::time::sleep(Duration::from_millis(delay_ms)).await;
+        worker.term();
+        let status = worker.wait_exit(PATIENCE).await;
+        assert!(matches!(status.code(), Some(0) | None), "after {delay_ms} ms: {status}");
+    }
+}
+
+#[tokio::test]
+async fn a_push_consumer_is_refused() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.jetstream.create_stream(stream_config()).await.unwrap();
+    broker
+        .create_push_consumer(consumer::push::Config {
+            durable_name: Some(CONSUMER.into()),
+            deliver_subject: "deliver.here".into(),
+            ack_policy: consumer::AckPolicy::Explicit,
+            ..Default::default()
+        })
+        .await;
+    let spec = DaemonSpec::new(server.url());
+    refused(&spec, &["push", "pull", "nats consumer rm ORDERS order-processor", "order-processor setup"]).await;
+}
+
+#[tokio::test]
+async fn consumers_that_would_lose_orders_are_refused_with_both_values_and_the_command() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.jetstream.create_stream(stream_config()).await.unwrap();
+    broker.publish("Order Data 1").await;
+    let story = consumer_config();
+    let cases: [(consumer::pull::Config, &[&str]); 5] = [
+        (
+            consumer::pull::Config { ack_policy: consumer::AckPolicy::None, ..story.clone() },
+            &["ack policy none", "explicit", "order-processor setup"],
+        ),
+        (
+            consumer::pull::Config { ack_policy: consumer::AckPolicy::All, ..story.clone() },
+            &["ack policy all", "explicit", "order-processor setup"],
+        ),
+        (
+            consumer::pull::Config { max_deliver: 5, ..story.clone() },
+            &["max_deliver 5", "retry.max_attempts 5", "nats consumer edit ORDERS order-processor"],
+        ),
+        (
+            consumer::pull::Config { ack_wait: Duration::from_millis(500), ..story.clone() },
+            &["ack_wait 500ms", "1s", "nats consumer edit ORDERS order-processor"],
+        ),
+        (consumer::pull::Config { headers_only: true, ..story.clone() }, &["headers", "order-processor setup"]),
+    ];
+    for (config, words) in cases {
+        broker.create_consumer(config.clone()).await;
+        let before = broker.consumer_info().await;
+        let spec = DaemonSpec::new(server.url());
+        refused(&spec, words).await;
+        let after = broker.consumer_info().await;
+        assert_eq!(after.config, before.config, "the daemon edits no consumer");
+        assert_eq!(after.delivered.stream_sequence, 0, "nothing was pulled");
+
+        let checked = spec.run(&["check"]).await;
+        assert_eq!(checked.code, Some(1), "{checked:?}");
+        for word in words {
+            assert!(checked.stdout.contains(word), "no {word:?} in {checked:?}");
+        }
+        broker.delete_consumer().await;
+    }
+}
+
+#[tokio::test]
+async fn what_will_hurt_some_day_is_warned_of_and_works() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let unlimited = async_nats::jetstream::stream::Config {
+        max_bytes: -1,
+        storage: async_nats::jetstream::stream::StorageType::Memory,
+        ..stream_config()
+    };
+    let consumer = consumer::pull::Config {
+        max_deliver: 20,
+        max_ack_pending: 10,
+        backoff: vec![Duration::from_secs(1), Duration::from_secs(2)],
+        ..consumer_config()
+    };
+    broker.create(unlimited, consumer).await;
+    let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "100");
+    broker.publish_numbered(1..=50).await;
+    let mut worker = spec.start();
+    broker.acknowledged(50).await;
+    for word in ["max_bytes", "memory", "max_deliver 20", "max_ack_pending 10", "backoff"] {
+        worker.logged(&["WARN", word]).await;
+    }
+    worker.drain().await;
+    spec.db().applied_once(50).await;
+}
+
+#[tokio::test]
+async fn a_taken_http_port_is_refused() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    broker.publish("Order Data 1").await;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let spec = DaemonSpec::new(server.url()).set("http.listen", address.clone());
+    refused(&spec, &[&address, "http.listen"]).await;
+    assert!(!spec.database().exists(), "nothing is created");
+    assert_eq!(broker.consumer_info().await.delivered.stream_sequence, 0, "nothing was pulled");
+}
+
+#[tokio::test]
+async fn a_database_in_a_missing_folder_is_refused() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    let folder = spec.folder().join("missing");
+    let spec = spec.set("database.url", format!("sqlite://{}/orders.db", folder.display()));
+    refused(&spec, &["missing", "does not exist", "database.url"]).await;
+    assert!(!folder.exists(), "nothing is created");
+}
+
+#[tokio::test]
+async fn a_file_that_is_no_database_is_refused_and_kept() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    std::fs::write(spec.database(), "these are my notes, and no database at all\n".repeat(100)).unwrap();
+    let before = snapshot(spec.folder());
+    refused(&spec, &["orders.db", "SQLite", "database.url"]).await;
+    assert_eq!(snapshot(spec.folder()), before);
+}
+
+#[tokio::test]
+async fn a_folder_in_the_place_of_the_database_is_refused() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    std::fs::create_dir(spec.database()).unwrap();
+    refused(&spec, &["orders.db"]).await;
+}
+
+#[tokio::test]
+async fn another_programs_database_is_refused_and_kept() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(spec.database()).create_if_missing(true);
+    let mut theirs = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+    sqlx::query("CREATE TABLE orders (number INTEGER)").execute(&mut theirs).await.unwrap();
+    theirs.close().await.unwrap();
+    let before = snapshot(spec.folder());
+    refused(&spec, &["orders.db", "database.url"]).await;
+    assert_eq!(snapshot(spec.folder()), before);
+}
+
+#[tokio::test]
+async fn a_database_of_a_newer_version_is_refused_and_kept() {
+    let server = NatsServer::start().await;
+    let _broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let mut writer = spec.db().open_to_write().await;
+    let newer = "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) \
+                 VALUES (99990101000000, 'from the future', TRUE, x'00', 0)";
+    sqlx::query(newer).execute(&mut writer).await.unwrap();
+    sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut writer).await.unwrap();
+    writer.close().await.unwrap();
+
+    let before = snapshot(spec.folder());
+    refused(&spec, &["orders.db", "newer"]).await;
+    assert_eq!(snapshot(spec.folder()), before);
+}
+
+#[tokio::test]
+async fn a_second_daemon_on_the_same_database_is_told_who_holds_it() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut first = spec.start();
+    first.ready().await;
+
+    let second = DaemonSpec::new(server.url()).set("database.url", format!("sqlite://{}", spec.database().display()));
+    refused(&second, &["orders.db", &first.pid().to_string()]).await;
+
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    spec.db().applied_once(5).await;
+    first.drain().await;
+}
+
+#[tokio::test]
+async fn a_second_daemon_takes_over_when_the_first_one_ends() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut first = spec.start();
+    first.ready().await;
+    let second = DaemonSpec::new(server.url()).set("database.url", format!("sqlite://{}", spec.database().display()));
+    let mut second = second.start();
+    first.drain().await;
+
+    second.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    second.drain().await;
+    spec.db().applied_once(5).await;
+}
+
+#[tokio::test]
+async fn a_busy_database_holds_up_and_costs_nothing() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let short = consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() };
+    broker.create(stream_config(), short).await;
+    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let mut writer = spec.db().open_to_write().await;
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+
+    broker.publish_numbered(1..=50).await;
+    worker.not_ready("database").await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
+    let errors = worker.metrics().await.get("db_errors_total{class=\"busy\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+
+    writer.close().await.unwrap();
+    broker.acknowledged(50).await;
+    worker.ready().await;
+    spec.db().applied_once(50).await;
+    assert_eq!(spec.db().count("attempts").await, 0);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_server_without_jetstream_is_waited_for() {
+    // An account without JetStream sees what a server without it shows.
+    let config = "accounts { A { jetstream: enabled, users: [{user: a, password: a}] }, B { users: [{user: b, password: b}] } }\n\
+                  no_auth_user: b";
+    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.not_ready("JetStream").await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn acknowledgements_that_are_not_permitted_are_seen() {
+    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
+                  publish: {allow: [\"$JS.API.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
+    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
+    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+    let broker = Broker::connect_with(&server, options).await;
+    broker.create(stream_config(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.publish("Order Data 1").await;
+    spec.db().has("orders", 1).await;
+
+    worker.not_ready("ermission").await;
+    let errors = worker.metrics().await.get("nats_errors_total{kind=\"permission\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+    worker.drain().await;
+}

@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# Plays the story with the real binary and a real server: publish 5, process them, stop, publish 5 more, start again, and
+# find ack floor 10 and ten orders. Fails loudly if any number is wrong. Leaves nothing behind.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+patience_s=60 # only a bound: every wait ends as soon as its condition holds
+server_pid=
+daemon_pid=
+work=$(mktemp -d)
+
+main() {
+    nats_server=$("$tools/nats-server.sh")
+    step "build the daemon"
+    build
+
+    step "start $("$nats_server" --version) with JetStream and file storage"
+    start_server -1 "$work/nats" || fail "the server did not start: $server_error"
+    export ORDER_PROCESSOR__NATS__URL=$url
+    export ORDER_PROCESSOR__DATABASE__URL=sqlite://$work/orders.db
+    export ORDER_PROCESSOR__HTTP__LISTEN=127.0.0.1:$(free_port $((20000 + RANDOM % 10000)))
+    export ORDER_PROCESSOR__LOG__FORMAT=text
+    echo "listening on $url"
+
+    step "create the stream ORDERS and its pull consumer order-processor"
+    product setup
+    step "publish 5 orders"
+    product publish --count 5
+    expect "messages in the stream" 5 "$(status stream.last_seq)"
+
+    step "run the daemon: it processes the 5"
+    start_daemon
+    wait_for orders 5
+    step "stop it with SIGTERM: it drains"
+    stop_daemon
+
+    step "publish 5 more while nobody works"
+    product publish --count 5
+    expect "orders before the restart" 5 "$(status orders)"
+    expect "pending before the restart" 5 "$(status num_pending)"
+
+    step "run the daemon again: those 5 at once"
+    start_daemon
+    wait_for orders 10
+    wait_for ack_floor.stream_seq 10
+    step "the status of it all"
+    product status
+    step "stop it"
+    stop_daemon
+
+    expect "ack floor" 10 "$(status ack_floor.stream_seq)"
+    expect "pending" 0 "$(status num_pending)"
+    expect "awaiting acknowledgement" 0 "$(status num_ack_pending)"
+    expect "redelivered" 0 "$(status num_redelivered)"
+    expect "processed ids" 10 "$(status processed_ids)"
+    expect "dead letters" 0 "$(status dead_letters)"
+    expect "rows in orders" 10 "$(rows 'SELECT count(*) FROM orders')"
+    expect "different orders" 10 "$(rows 'SELECT count(DISTINCT stream_seq) FROM orders')"
+    step "done: 10 orders published, 10 rows in the database, ack floor 10"
+}
+
+start_daemon() {
+    "$order_processor" run &
+    daemon_pid=$!
+    local deadline=$((SECONDS + patience_s))
+    until "$order_processor" healthcheck >/dev/null 2>&1; do
+        kill -0 "$daemon_pid" 2>/dev/null || fail "the daemon ended before it was ready"
+        ((SECONDS < deadline)) || fail "the daemon is not ready after $patience_s s: $("$order_processor" healthcheck 2>&1 || true)"
+        sleep 0.1
+    done
+}
+
+stop_daemon() {
+    stop "$daemon_pid"
+    daemon_pid=
+    expect "exit code after SIGTERM" 0 "$exit_code"
+}
+
+# wait_for FIELD VALUE: until `status --json` says so.
+wait_for() {
+    local deadline=$((SECONDS + patience_s)) seen
+    until seen=$(status "$1") && [[ $seen == "$2" ]]; do
+        ((SECONDS < deadline)) || expect "$1 after $patience_s s" "$2" "$seen"
+        sleep 0.1
+    done
+    expect "$1" "$2" "$seen"
+}
+
+# status FIELD: one number out of `status --json`, such as ack_floor.stream_seq.
+status() {
+    "$order_processor" status --json | python3 -c '
+import functools, json, sys
+print(functools.reduce(lambda value, key: value[key], sys.argv[1].split("."), json.load(sys.stdin)))' "$1"
+}
+
+# rows SQL: asks the database file itself, not the product.
+rows() {
+    python3 -c 'import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute(sys.argv[2]).fetchone()[0])' "$work/orders.db" "$1"
+}
+
+product() {
+    echo "\$ order-processor $*"
+    "$order_processor" "$@" || fail "order-processor $* ended with exit code $?"
+}
+
+step() {
+    printf '\n== %s\n' "$*"
+}
+
+expect() {
+    if [[ $3 != "$2" ]]; then
+        fail "$1: expected $2, found $3"
+    fi
+    echo "ok: $1 = $2"
+}
+
+fail() {
+    printf '\nDEMO FAILED: %s\n' "$*" >&2
+    exit 1
+}
+
+clean_up() {
+    [[ -z $daemon_pid ]] || stop "$daemon_pid" KILL
+    [[ -z $server_pid ]] || stop "$server_pid"
+    rm -rf "$work"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
+
+main
