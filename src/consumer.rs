@@ -129,8 +129,8 @@ pub enum Event {
     Deliveries(Vec<Arrival>),
     /// A fresh look at stream and consumer.
     Seen(ConsumerView),
-    /// The start gate is shut, before we were ever bound.
-    Refused(Vec<Finding>),
+    /// We were never bound, and cannot be before the operator has changed something.
+    Refused(BindError),
 }
 
 /// How much more the worker can take.
@@ -163,6 +163,21 @@ pub enum BindError {
     Refused(Vec<Finding>),
     #[error("the client has ended")]
     ClientDead,
+}
+
+impl BindError {
+    /// Waiting does not mend these. Once we have been bound we wait all the same: whoever broke it may be at it.
+    fn is_for_the_operator(&self) -> bool {
+        match self {
+            Self::Refused(_) => true,
+            Self::Connect(error) => error.is_about_settings(),
+            Self::NoStream { .. }
+            | Self::NoConsumer { .. }
+            | Self::NoJetStream
+            | Self::NoAnswer { .. }
+            | Self::ClientDead => false,
+        }
+    }
 }
 
 /// Why a binding ended.
@@ -211,7 +226,7 @@ impl Consumer {
                     self.link = link;
                     match found {
                         Ok(found) => return self.bound(found),
-                        Err(BindError::Refused(findings)) if !self.bound_once => return Event::Refused(findings),
+                        Err(error) if !self.bound_once && error.is_for_the_operator() => return Event::Refused(error),
                         Err(error) => self.not_bound(&error),
                     }
                 }

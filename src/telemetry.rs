@@ -1,7 +1,7 @@
 //! What the daemon shows of itself, in one place: where a fact belongs to both a metric and the health, both are set together.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
@@ -19,6 +19,7 @@ const REMIND_AFTER: Duration = Duration::from_secs(60);
 pub struct Telemetry {
     pub metrics: Arc<Metrics>,
     pub health: Arc<Health>,
+    was_connected: AtomicBool,
     processed_ids: AtomicU64,
     dead_letters: AtomicU64,
 }
@@ -28,12 +29,21 @@ impl Telemetry {
         Self {
             metrics: Arc::new(Metrics::new()),
             health: Arc::new(Health::new()),
+            was_connected: AtomicBool::new(false),
             processed_ids: AtomicU64::new(0),
             dead_letters: AtomicU64::new(0),
         }
     }
 
-    /// The connection came or went.
+    /// A connection was made, the first one or another.
+    pub fn established(&self) {
+        if self.was_connected.swap(true, Ordering::Relaxed) {
+            self.metrics.nats_reconnects.increment(1);
+        }
+        self.connected(Ok(()));
+    }
+
+    /// The connection is there, or why not.
     pub fn connected(&self, connected: Result<(), String>) {
         self.health.set_connected(connected);
     }

@@ -13,8 +13,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Retention};
-use crate::consumer::gate::Finding;
-use crate::consumer::{Arrival, Consumer, Event, Limits, Room};
+use crate::consumer::{Arrival, BindError, Consumer, Event, Limits, Room};
 use crate::delivery::{Delivery, IdScheme, Reply};
 use crate::handler::Handler;
 use crate::health::ConsumerView;
@@ -52,9 +51,9 @@ pub enum Until {
 /// Why the worker did not end as it should.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// The operator has to change the consumer.
-    #[error("{}", .0.iter().map(|finding| finding.text.as_str()).collect::<Vec<_>>().join("\n"))]
-    Refused(Vec<Finding>),
+    /// The operator has to change the consumer or the settings.
+    #[error(transparent)]
+    Refused(BindError),
     /// The operator has to restore a backup.
     #[error("the database is damaged; stop, keep the file, and restore a backup")]
     Corrupt(#[source] store::Error),
@@ -175,7 +174,7 @@ impl Worker {
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
                     Event::Seen(view) => self.view = Some(view),
-                    Event::Refused(findings) => return Err(WorkerError::Refused(findings)),
+                    Event::Refused(error) => return Err(WorkerError::Refused(error)),
                     Event::Bound { limits, stream_created_ns, another_stream } => {
                         tick = interval(TICK_MAX.min(limits.ack_wait / 8));
                         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);

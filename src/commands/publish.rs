@@ -27,7 +27,7 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 #[derive(Debug, Args)]
 pub struct PublishArgs {
     /// Publish this many orders, "Order Data 1" and so on
-    #[arg(long, conflicts_with = "file", required_unless_present = "file")]
+    #[arg(long, conflicts_with = "file", required_unless_present = "file", allow_negative_numbers = true)]
     count: Option<u64>,
     /// File with one order a line; - for standard input
     file: Option<PathBuf>,

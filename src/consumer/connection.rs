@@ -39,6 +39,16 @@ pub enum ConnectError {
     Server { servers: String, error: async_nats::ConnectError },
 }
 
+impl ConnectError {
+    /// Whether a file that the settings name is missing or unusable: nothing that waiting would mend.
+    pub fn is_about_settings(&self) -> bool {
+        match self {
+            Self::Secret { .. } | Self::Credentials { .. } => true,
+            Self::Server { .. } => false,
+        }
+    }
+}
+
 /// Connects once. Afterwards the client reconnects by itself, for ever.
 ///
 /// `telemetry` hears of every connect and disconnect; commands that only ask a question pass `None`.
@@ -61,9 +71,12 @@ pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<C
             std::future::ready(())
         });
     if let Some(ca) = &nats.tls.ca_file {
+        readable("the CA certificates", ca).await?;
         options = options.add_root_certificates(ca.clone());
     }
     if let (Some(cert), Some(key)) = (&nats.tls.cert_file, &nats.tls.key_file) {
+        readable("the client certificate", cert).await?;
+        readable("the client key", key).await?;
         options = options.add_client_certificate(cert.clone(), key.clone());
     }
     let servers: Vec<&str> = nats.url.split(',').map(str::trim).collect();
@@ -97,6 +110,12 @@ async fn secret(what: &'static str, path: &Path) -> Result<String, ConnectError>
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
 }
 
+/// The client reads these files itself, but does not say which one it could not read.
+async fn readable(what: &'static str, path: &Path) -> Result<(), ConnectError> {
+    let opened = tokio::fs::File::open(path).await;
+    opened.map(drop).map_err(|source| ConnectError::Secret { what, path: path.to_owned(), source })
+}
+
 /// 100 ms and up to twice as much each time, so that many workers do not come back in step.
 fn reconnect_delay(attempts: usize) -> Duration {
     if attempts <= 1 {
@@ -111,7 +130,7 @@ fn note(telemetry: &Telemetry, event: &Event) {
     match event {
         Event::Connected => {
             tracing::info!("connected to the server");
-            telemetry.connected(Ok(()));
+            telemetry.established();
         }
         Event::Disconnected => {
             tracing::warn!("disconnected from the server, reconnecting");

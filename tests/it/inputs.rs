@@ -121,7 +121,8 @@ async fn every_collected_input_gets_its_stated_outcome_and_keeps_its_bytes() {
         let (id, subject, payload): (String, String, Vec<u8>) = (rows[0].get(0), rows[0].get(1), rows[0].get(2));
         assert_eq!((subject, payload), (input.subject.clone(), input.bytes()), "{}", input.name);
         match input.message_id() {
-            Some(wanted) => assert_eq!(id, wanted, "{}", input.name),
+            // The client's parser takes white space off the ends of a header's value.
+            Some(wanted) => assert_eq!(id, wanted.trim(), "{}", input.name),
             None => assert!(id.starts_with("ORDERS@"), "{}: the id is the position, not {id}", input.name),
         }
     }

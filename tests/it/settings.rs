@@ -96,8 +96,12 @@ async fn settings_that_contradict_each_other_are_errors() {
 }
 
 #[tokio::test]
-async fn missing_files_are_errors_that_name_them() {
+async fn a_missing_settings_file_is_an_error_that_names_it() {
     refused(&spec(), &["--config", "nowhere.toml", "run"], &["nowhere.toml"]).await;
+}
+
+#[tokio::test]
+async fn a_missing_secret_file_is_an_error_that_names_it() {
     let spec = spec().set("nats.token_file", "no-token-here");
     refused(&spec, &["run"], &["no-token-here", "token_file"]).await;
 }
@@ -114,7 +118,7 @@ async fn bad_flags_are_exit_code_2() {
     refused(&spec(), &["run", "--no-such-flag"], &["--no-such-flag"]).await;
     refused(&spec(), &["walk"], &["walk"]).await;
     refused(&spec(), &[], &[]).await;
-    refused(&spec(), &["publish", "--count", "-1"], &["--count"]).await;
+    refused(&spec(), &["publish", "--count=-1"], &["--count"]).await;
 }
 
 #[tokio::test]

@@ -1,6 +1,8 @@
 //! The story that the product grew from, and the operator's commands along it.
 
 use std::collections::HashSet;
+use std::io::Write;
+use std::process::Stdio;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::AckPolicy;
@@ -153,6 +155,27 @@ async fn publish_takes_orders_from_a_file_one_a_line() {
 }
 
 #[tokio::test]
+async fn publish_takes_orders_from_standard_input_and_known_ids_are_no_new_orders() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let publish = || {
+        let mut child =
+            spec.command(&["publish", "-", "--id-prefix", "morning"]).stdin(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().expect("it is piped").write_all(b"Order Data 1\nOrder Data 2\n").unwrap();
+        child.wait().unwrap()
+    };
+
+    assert!(publish().success());
+    assert!(publish().success(), "repeated after a doubtful failure");
+
+    assert_eq!(broker.stream_info().await.state.messages, 2);
+    let stored = broker.jetstream.get_stream("ORDERS").await.unwrap().get_raw_message(2).await.unwrap();
+    assert_eq!(stored.payload, "Order Data 2");
+    assert_eq!(stored.headers.get("Nats-Msg-Id").map(ToString::to_string).as_deref(), Some("morning-2"));
+}
+
+#[tokio::test]
 async fn status_as_json_says_where_everything_is() {
     let server = NatsServer::start().await;
     let broker = Broker::story(&server).await;
@@ -190,7 +213,7 @@ async fn status_works_beside_a_running_daemon() {
 
     eventually("status shows the five orders", PATIENCE, async || {
         let status = spec.run_ok(&["status", "--json"]).await.json();
-        equal((status["orders"].as_u64(), status["ack_floor"]["stream_seq"].as_u64()), (Some(5), Some(5)))
+        equal((status["processed_ids"].as_u64(), status["ack_floor"]["stream_seq"].as_u64()), (Some(5), Some(5)))
     })
     .await;
     let text = spec.run_ok(&["status"]).await.stdout;

@@ -30,18 +30,18 @@ main() {
 
     step "run the daemon: it processes the 5"
     start_daemon
-    wait_for orders 5
+    wait_for processed_ids 5
     step "stop it with SIGTERM: it drains"
     stop_daemon
 
     step "publish 5 more while nobody works"
     product publish --count 5
-    expect "orders before the restart" 5 "$(status orders)"
+    expect "processed before the restart" 5 "$(status processed_ids)"
     expect "pending before the restart" 5 "$(status num_pending)"
 
     step "run the daemon again: those 5 at once"
     start_daemon
-    wait_for orders 10
+    wait_for processed_ids 10
     wait_for ack_floor.stream_seq 10
     step "the status of it all"
     product status
@@ -60,7 +60,8 @@ main() {
 }
 
 start_daemon() {
-    "$order_processor" run &
+    echo "\$ order-processor run"
+    "$order_processor" run 2>&1 &
     daemon_pid=$!
     local deadline=$((SECONDS + patience_s))
     until "$order_processor" healthcheck >/dev/null 2>&1; do

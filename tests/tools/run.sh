@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# `make run`: a server, the stream and consumer, and the daemon in the foreground, all on loopback. Data stays in .tools/run/
-# until `make clean`. Ctrl-C drains the daemon, then stops the server; a second Ctrl-C does not wait for the drain.
+# `make run`: a server, the stream and consumer, and the daemon in the foreground, all on loopback. Data stays in
+# .tools/run/<port of the server>/ until `make clean`, so that two of these at once share nothing. Ctrl-C drains the daemon,
+# then stops the server; a second Ctrl-C does not wait for the drain.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 server_pid=
 daemon_pid=
-data=$root/.tools/run
 
 main() {
     nats_server=$("$tools/nats-server.sh")
@@ -18,6 +18,7 @@ main() {
     http_port=$(free_port 9464)
     [[ $http_port == 9464 ]] || echo "port 9464 is taken; the daemon's HTTP takes $http_port"
 
+    local data=$root/.tools/run/$port
     start_server "$port" "$data" || fail "the server did not start: $server_error"
     export ORDER_PROCESSOR__NATS__URL=$url
     export ORDER_PROCESSOR__DATABASE__URL=sqlite://$data/orders.db

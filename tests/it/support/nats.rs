@@ -205,16 +205,21 @@ impl Broker {
         self.publish_to("ORDERS.new", HeaderMap::new(), text.into().into_bytes()).await
     }
 
-    /// `Order Data 1` to `Order Data <count>`.
+    /// `Order Data <number>` for each of the numbers.
     pub async fn publish_numbered(&self, numbers: std::ops::RangeInclusive<u64>) {
-        let mut receipts = Vec::new();
-        for number in numbers {
-            let payload = format!("Order Data {number}");
-            receipts
-                .push(self.jetstream.publish("ORDERS.new", payload.into()).await.expect("the client takes a message"));
-        }
-        for receipt in receipts {
-            receipt.await.expect("the stream takes a message");
+        // The client lets 5,000 receipts be open and then waits for one to be taken.
+        const IN_FLIGHT: usize = 1000;
+        let numbers: Vec<u64> = numbers.collect();
+        for some in numbers.chunks(IN_FLIGHT) {
+            let mut receipts = Vec::with_capacity(some.len());
+            for number in some {
+                let payload = format!("Order Data {number}");
+                let publish = self.jetstream.publish("ORDERS.new", payload.into());
+                receipts.push(publish.await.expect("the client takes a message"));
+            }
+            for receipt in receipts {
+                receipt.await.expect("the stream takes a message");
+            }
         }
     }
 
