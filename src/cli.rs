@@ -168,6 +168,6 @@ fn run_code(error: &RunError) -> u8 {
 /// One line on stderr, whatever state stderr is in.
 fn fail(code: u8, text: &str) -> ExitCode {
     // Nobody left to tell: the exit code still does.
-    let _: io::Result<()> = writeln!(io::stderr(), "order-processor: {text}");
+    drop(writeln!(io::stderr(), "order-processor: {text}"));
     ExitCode::from(code)
 }

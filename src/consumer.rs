@@ -77,7 +77,7 @@ enum State {
     },
     /// Holds the link, so that dropping [`Consumer::next`] half-way loses nothing.
     Binding(BoxFuture<'static, (Option<Link>, Result<Found, BindError>)>),
-    Bound(Session),
+    Bound(Box<Session>),
 }
 
 struct Link {
@@ -345,7 +345,8 @@ impl Consumer {
         let view = found.view();
         self.telemetry.consumer_seen(&view);
         let connects = self.link.as_ref().map_or(0, Link::connects);
-        self.state = State::Bound(Session::new(limits.clone(), created, connects, Instant::now() + self.info_every));
+        let session = Session::new(limits.clone(), created, connects, Instant::now() + self.info_every);
+        self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
         Event::Bound { limits, stream_created_ns, another_stream }
     }

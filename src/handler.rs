@@ -43,3 +43,9 @@ pub enum Failure {
     #[error(transparent)]
     Store(#[from] store::Error),
 }
+
+impl From<sqlx::Error> for Failure {
+    fn from(error: sqlx::Error) -> Self {
+        Self::Store(store::Error::new("running a statement of the handler", error))
+    }
+}

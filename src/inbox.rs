@@ -94,7 +94,7 @@ impl Inbox {
                 Kind::Undecodable(error) => dead(Reason::Undecodable, error.to_owned()),
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
-                    other => other.clone(),
+                    same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
                 },
                 Kind::First => match claims.next() {
                     Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),

@@ -31,13 +31,13 @@ pub struct PublishArgs {
     count: Option<u64>,
     /// File with one order a line; - for standard input
     file: Option<PathBuf>,
-    /// Subject to publish on [default: <STREAM>.new]
+    /// Subject to publish on [default: new below the stream: ORDERS.new]
     #[arg(long)]
     subject: Option<String>,
     /// Number of the first order
     #[arg(long, default_value_t = 1)]
     start: u64,
-    /// Message ids are <PREFIX>-<number>; give the same again and repeated orders are duplicates [default: random]
+    /// Message ids are this, a dash and the number; give the same again and repeated orders are duplicates [default: random]
     #[arg(long)]
     id_prefix: Option<String>,
 }

@@ -16,7 +16,7 @@ use crate::consumer::gate::{self, Expectations};
 /// Limits of what `setup` creates. The defaults fit the daemon's own.
 #[derive(Debug, Args)]
 pub struct SetupArgs {
-    /// Subjects of the stream [default: <STREAM>.*]
+    /// Subjects of the stream [default: all one level below the stream: ORDERS.*]
     #[arg(long, value_delimiter = ',')]
     subjects: Vec<String>,
     /// Oldest messages go when the stream is larger than this; 0 for no limit

@@ -54,7 +54,7 @@ impl Lock {
 impl Drop for Lock {
     fn drop(&mut self) {
         // Left behind, the file harms nobody: it is not locked any more.
-        let _: io::Result<()> = std::fs::remove_file(&self.path);
+        drop(std::fs::remove_file(&self.path));
     }
 }
 

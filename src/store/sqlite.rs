@@ -90,7 +90,7 @@ impl Store {
             && let Some(suspect) = self.connection.take()
         {
             // Not reported: whatever was wrong with it has been, and closing only gives its locks back.
-            let _: Result<(), sqlx::Error> = suspect.close_hard().await;
+            drop(suspect.close_hard().await);
         }
         let connection = match self.connection.take() {
             Some(connection) => connection,
@@ -529,7 +529,7 @@ async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error
 
 /// Cuts a batch into runs whose lengths are powers of two, so that a handful of statement texts serve every batch and stay in
 /// the driver's cache.
-fn chunks<'a, T>(mut rows: &'a [T]) -> impl Iterator<Item = &'a [T]> {
+fn chunks<T>(mut rows: &[T]) -> impl Iterator<Item = &[T]> {
     std::iter::from_fn(move || {
         let length = match rows.len() {
             0 => return None,

@@ -1,6 +1,9 @@
 //! One test binary over the real things: a nats-server of its own for each test, a real SQLite file, the real process.
 //! Each file holds one theme; test names are claims.
 
+// A failed unwrap is a failed test, in helpers as well; seeds come from the environment.
+#![allow(clippy::unwrap_used, clippy::disallowed_methods)]
+
 mod http;
 mod inputs;
 mod kills;
