@@ -146,7 +146,7 @@ fn answer(printed: io::Result<bool>) -> ExitCode {
 
 fn run_code(error: &RunError) -> u8 {
     match error {
-        RunError::Bind(_) => OPERATOR,
+        RunError::Bind(_) | RunError::Files(_) => OPERATOR,
         RunError::Open(error) => match error {
             OpenError::MissingFolder(_)
             | OpenError::NotADatabase(_)
@@ -160,7 +160,6 @@ fn run_code(error: &RunError) -> u8 {
         },
         RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,
         RunError::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_))
-        | RunError::Count(_)
         | RunError::Signals(_) => FAILED,
     }
 }

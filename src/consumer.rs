@@ -7,7 +7,7 @@
 //! look at stream and consumer again, then pull again. Deliveries that come in meanwhile are kept, since the inbox stays.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_nats::connection::State as ConnectionState;
@@ -30,6 +30,7 @@ use gate::{Expectations, Finding, Severity};
 
 pub mod connection;
 pub mod gate;
+mod quarantine;
 
 /// The server says that a pull is alive this often; two missed ones mean that it is not.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -59,6 +60,10 @@ pub struct Consumer {
     last: Option<(i128, i128)>,
     /// Deliveries that came in while it was in doubt whose they are.
     stash: Vec<Arrival>,
+    /// A connection was lost while deliveries were on their way: one of them may be to blame.
+    suspicious: bool,
+    /// Up to here no message in the stream is unreadable.
+    clean_through: Arc<AtomicU64>,
     failures: u32,
     reminder: Reminder,
     bound_once: bool,
@@ -102,6 +107,8 @@ struct Session {
     checks: tokio::time::Interval,
     info: Option<BoxFuture<'static, Result<Found, BindError>>>,
     info_due: Instant,
+    /// The search for messages that the client cannot parse, after a loss.
+    scan: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
 }
 
 /// What the consumer allows and when it delivers again.
@@ -185,6 +192,8 @@ struct Trouble {
     cause: String,
     kind: Option<NatsErrorKind>,
     client_dead: bool,
+    /// A delivery may be to blame.
+    suspicious: bool,
 }
 
 impl Consumer {
@@ -197,6 +206,8 @@ impl Consumer {
             link: None,
             last: None,
             stash: Vec::new(),
+            suspicious: false,
+            clean_through: Arc::default(),
             failures: 0,
             reminder: Reminder::default(),
             bound_once: false,
@@ -345,7 +356,16 @@ impl Consumer {
         let view = found.view();
         self.telemetry.consumer_seen(&view);
         let connects = self.link.as_ref().map_or(0, Link::connects);
-        let session = Session::new(limits.clone(), created, connects, Instant::now() + self.info_every);
+        let mut session = Session::new(limits.clone(), created, connects, Instant::now() + self.info_every);
+        if another_stream {
+            self.clean_through = Arc::default();
+        }
+        if std::mem::take(&mut self.suspicious)
+            && let Some(link) = &self.link
+        {
+            let scan = quarantine::scan(link.client.clone(), found, self.clean_through.clone());
+            session.scan = Some(scan.boxed());
+        }
         self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
         Event::Bound { limits, stream_created_ns, another_stream }
@@ -379,6 +399,7 @@ impl Consumer {
         if let Some(kind) = trouble.kind {
             self.telemetry.metrics.nats_errors.increment(kind, 1);
         }
+        self.suspicious |= trouble.suspicious;
         if trouble.client_dead {
             tracing::error!("the client's connection task has ended, making a new client");
             self.link = None;
@@ -424,6 +445,7 @@ impl Session {
             checks: tokio::time::interval(CHECK_EVERY),
             info: None,
             info_due,
+            scan: None,
         }
     }
 
@@ -456,6 +478,14 @@ impl Session {
                     }
                     Err(error) => Err(Trouble::new(error.to_string(), Some(NatsErrorKind::Request))),
                 }
+            }
+            unreadable = wait_for(&mut self.scan) => {
+                self.scan = None;
+                match unreadable {
+                    Ok(unreadable) => stash.extend(unreadable),
+                    Err(error) => tracing::warn!(%error, "cannot look for messages that the client cannot parse"),
+                }
+                Ok(Step::Arrived)
             }
             _ = self.checks.tick() => self.check(link, target),
         }
@@ -498,6 +528,9 @@ impl Session {
     /// Takes a delivery into `stash`, or draws the conclusion from a status message.
     fn take_in(&mut self, message: Message, stash: &mut Vec<Arrival>) -> Result<(), Trouble> {
         self.last_heard = Instant::now();
+        if message.status.is_some() && message.reply.as_ref().is_some_and(|reply| Position::parse(reply).is_some()) {
+            return Err(Trouble::suspicious("a stored message calls itself a word of the server"));
+        }
         let Some(status) = message.status else {
             let Some(arrival) = arrival(message) else {
                 return Err(Trouble::new("a message that is no delivery came to our inbox", Some(NatsErrorKind::Pull)));
@@ -534,7 +567,7 @@ impl Session {
     fn check(&mut self, link: &Link, target: &Target) -> Result<Step, Trouble> {
         let now = Instant::now();
         if link.connects() != self.connects || !link.is_connected() {
-            return Err(Trouble::new("the connection was lost", None));
+            return Err(Trouble::suspicious("the connection was lost"));
         }
         if self.outstanding > 0 && now.duration_since(self.last_heard) > SILENCE_MAX {
             return Err(Trouble::new("the server has missed its heartbeats", Some(NatsErrorKind::Heartbeat)));
@@ -627,11 +660,15 @@ impl Found {
 
 impl Trouble {
     fn new(cause: impl Into<String>, kind: Option<NatsErrorKind>) -> Self {
-        Self { cause: cause.into(), kind, client_dead: false }
+        Self { cause: cause.into(), kind, client_dead: false, suspicious: false }
+    }
+
+    fn suspicious(cause: &str) -> Self {
+        Self { suspicious: true, ..Self::new(cause, None) }
     }
 
     fn dead() -> Self {
-        Self { client_dead: true, ..Self::new("the client has ended", Some(NatsErrorKind::Client)) }
+        Self { client_dead: true, suspicious: true, ..Self::new("the client has ended", Some(NatsErrorKind::Client)) }
     }
 }
 
@@ -684,11 +721,12 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found
 
 /// `None` for a message that the server did not hand out from a stream.
 fn arrival(message: Message) -> Option<Arrival> {
-    let subject = message.reply?.into_string();
-    let position = Position::parse(&subject)?;
-    let reply = Reply { subject, delivered: position.delivered };
+    let reply = message.reply?.into_string();
+    let position = Position::parse(&reply)?;
+    let reply = Reply { subject: reply, delivered: position.delivered };
     let headers: Headers = message.headers.iter().flat_map(|headers| headers.iter()).flat_map(one_by_one).collect();
-    let raw = Raw { subject: message.subject.into_string(), headers, payload: message.payload, position };
+    let (subject, payload) = (message.subject.into_string(), message.payload);
+    let raw = Raw { subject, headers, payload, position, unreadable: None };
     Some((raw, reply))
 }
 

@@ -7,6 +7,8 @@ use std::collections::HashMap;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
+use crate::outcome::Reason;
+
 /// The header in which publishers put the id of a message (also the server's own deduplication header).
 pub const MESSAGE_ID_HEADER: &str = "Nats-Msg-Id";
 
@@ -20,6 +22,8 @@ pub struct Raw {
     pub headers: Headers,
     pub payload: Bytes,
     pub position: Position,
+    /// Why the client cannot parse the message; its headers are then one raw block.
+    pub unreadable: Option<String>,
 }
 
 /// Where acknowledgements of a delivery go.
@@ -69,19 +73,20 @@ pub struct Delivery {
     /// The message id: the same for every delivery of the message, and for its repetitions by the publisher.
     pub id: String,
     pub digest: Digest,
-    /// Why no id could be made although one was configured; such a message is dead-lettered unapplied.
-    pub undecodable: Option<String>,
+    /// Why the message is to be dead-lettered unapplied, whatever the handler would say.
+    pub defect: Option<(Reason, String)>,
 }
 
 impl Delivery {
     /// Derives id and digest.
     pub fn new(raw: Raw, scheme: &IdScheme) -> Self {
         let digest = Digest::of(&raw.subject, &raw.payload);
-        let (id, undecodable) = match scheme.derive(&raw) {
-            Ok(id) => (id, None),
-            Err(error) => (scheme.position(&raw), Some(error)),
+        let (id, defect) = match (&raw.unreadable, scheme.derive(&raw)) {
+            (Some(why), _) => (scheme.position(&raw), Some((Reason::Unreadable, why.clone()))),
+            (None, Err(error)) => (scheme.position(&raw), Some((Reason::Undecodable, error))),
+            (None, Ok(id)) => (id, None),
         };
-        Self { raw, id, digest, undecodable }
+        Self { raw, id, digest, defect }
     }
 
     /// What this delivery weighs against `batch.max_bytes`.
@@ -188,6 +193,7 @@ mod tests {
                 consumer_seq: 9,
                 published_ns: 1_700_000_000_000_000_001,
             },
+            unreadable: None,
         }
     }
 
@@ -195,9 +201,9 @@ mod tests {
         let scheme =
             IdScheme { stream: "ORDERS".into(), stream_created_ns: 42, pointer: pointer.map(ToOwned::to_owned) };
         let delivery = Delivery::new(raw, &scheme);
-        match delivery.undecodable {
+        match delivery.defect {
             None => Ok(delivery.id),
-            Some(error) => Err(error),
+            Some((_, error)) => Err(error),
         }
     }
 

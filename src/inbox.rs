@@ -91,7 +91,7 @@ impl Inbox {
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
         for (delivery, kind) in batch.iter().zip(kinds) {
             outcomes.push(match kind {
-                Kind::Undecodable(error) => dead(Reason::Undecodable, error.to_owned()),
+                Kind::Defective(reason, error) => dead(reason, error.to_owned()),
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
                     same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
@@ -234,8 +234,8 @@ async fn single(
     run: Run,
 ) -> Result<Outcome, Error> {
     let now_ns = now_ns();
-    if let Some(error) = &delivery.undecodable {
-        let outcome = dead(Reason::Undecodable, error.clone());
+    if let Some((reason, error)) = &delivery.defect {
+        let outcome = dead(*reason, error.clone());
         bury(tx, delivery, &outcome, now_ns).await?;
         tx.forget_attempts(&[delivery]).await?;
         return Ok(outcome);
@@ -314,7 +314,7 @@ enum Kind<'a> {
     First,
     /// The same message stands at this index before.
     RepeatOf(usize),
-    Undecodable(&'a str),
+    Defective(Reason, &'a str),
 }
 
 /// The kind of each message, and those whose ids are to be claimed.
@@ -323,8 +323,8 @@ fn sort(batch: &[Delivery]) -> (Vec<Kind<'_>>, Vec<&Delivery>) {
     let mut unique = Vec::with_capacity(batch.len());
     let mut kinds = Vec::with_capacity(batch.len());
     for (index, delivery) in batch.iter().enumerate() {
-        kinds.push(match (&delivery.undecodable, seen.get(delivery.id.as_str())) {
-            (Some(error), _) => Kind::Undecodable(error),
+        kinds.push(match (&delivery.defect, seen.get(delivery.id.as_str())) {
+            (Some((reason, error)), _) => Kind::Defective(*reason, error),
             (None, Some(first)) => Kind::RepeatOf(*first),
             (None, None) => {
                 seen.insert(&delivery.id, index);

@@ -80,6 +80,8 @@ pub enum Reason {
     Conflict,
     /// The id pointer or the handler needs JSON, and the payload is none.
     Undecodable,
+    /// The client cannot parse its headers; it was fetched raw.
+    Unreadable,
     /// `retry.max_attempts` runs of the handler failed.
     AttemptsExhausted,
     /// `retry.max_attempts` runs of the handler started and never ended: it takes the process down.
@@ -94,6 +96,7 @@ impl Label for Reason {
         Self::Permanent,
         Self::Conflict,
         Self::Undecodable,
+        Self::Unreadable,
         Self::AttemptsExhausted,
         Self::CrashLoop,
         Self::LastDelivery,
@@ -104,6 +107,7 @@ impl Label for Reason {
             Self::Permanent => "permanent",
             Self::Conflict => "conflict",
             Self::Undecodable => "undecodable",
+            Self::Unreadable => "unreadable",
             Self::AttemptsExhausted => "attempts_exhausted",
             Self::CrashLoop => "crash_loop",
             Self::LastDelivery => "last_delivery",

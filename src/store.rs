@@ -37,6 +37,14 @@ impl Error {
             | DbErrorClass::Other => false,
         }
     }
+
+    /// Whether time may mend it without the operator.
+    pub fn may_pass(&self) -> bool {
+        match self.class {
+            DbErrorClass::Busy | DbErrorClass::Full | DbErrorClass::Io | DbErrorClass::ReadOnly => true,
+            DbErrorClass::Corrupt | DbErrorClass::Constraint | DbErrorClass::Other => false,
+        }
+    }
 }
 
 /// Why the database could not be opened. All but the last two are for the operator to mend.

@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::{Config, Retention};
 use crate::consumer::{Arrival, BindError, Consumer, Event, Limits, Room};
 use crate::delivery::{Delivery, IdScheme, Reply};
+use crate::errors::chain;
 use crate::handler::Handler;
 use crate::health::ConsumerView;
 use crate::inbox::{Inbox, Outcomes, is_suspect};
@@ -378,7 +379,7 @@ impl Worker {
         if error.class == DbErrorClass::Corrupt {
             return Err(WorkerError::Corrupt(error));
         }
-        let cause = format!("{error}: {}", error.source);
+        let cause = chain(&error);
         if self.database.reminder.is_due(&cause) {
             tracing::error!(%cause, "the database does not work, pulling stops until it does");
         }

@@ -10,16 +10,19 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
+use crate::consumer::connection::{self, ConnectError};
+use crate::errors::chain;
 use crate::handler::Handler;
 use crate::http;
 use crate::logging::Reload;
 use crate::shutdown;
-use crate::store::{OpenError, Store};
+use crate::store::{Counts, OpenError, Store};
 use crate::systemd;
-use crate::telemetry::Telemetry;
+use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::{Until, Worker, WorkerError};
 
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
+const OPEN_RETRY_EVERY: Duration = Duration::from_secs(1);
 /// How often progress is shown on a terminal, and in lines elsewhere.
 const BAR_EVERY: Duration = Duration::from_millis(100);
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -31,8 +34,8 @@ pub enum RunError {
     Bind(#[from] http::BindError),
     #[error(transparent)]
     Open(#[from] OpenError),
-    #[error("cannot read the row counts of the database")]
-    Count(#[source] crate::store::Error),
+    #[error(transparent)]
+    Files(#[from] ConnectError),
     #[error("cannot listen for signals")]
     Signals(#[source] std::io::Error),
     #[error(transparent)]
@@ -51,6 +54,8 @@ pub async fn run(
     // First of all: a container's process 1 has no default for SIGTERM, and everything below may wait.
     shutdown::listen(stop.clone(), move || reload_level(&reload, file.as_deref())).map_err(RunError::Signals)?;
     let telemetry = Arc::new(Telemetry::new());
+    // Before anything is created: a missing secret is for the operator to put there.
+    connection::require_files(&config.nats).await?;
     let listener = http::bind(config.http.listen).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), http = %config.http.listen, "starting");
 
@@ -76,15 +81,38 @@ async fn work(
     until: Until,
     stop: CancellationToken,
 ) -> Result<(), RunError> {
-    let opened = tokio::select! {
-        opened = Store::open(&config.database.path) => opened,
-        () = stop.cancelled() => return Ok(()),
-    };
-    let mut store = opened?;
-    telemetry.counted(store.counts().await.map_err(RunError::Count)?);
+    let Some(opened) = stop.run_until_cancelled(open(&config, &telemetry)).await else { return Ok(()) };
+    let (store, counts) = opened?;
+    telemetry.counted(counts);
     telemetry.health.set_database(Ok(()));
     let worker = Worker::new(Arc::new(config), store, handler, telemetry, until);
     Ok(worker.run(stop).await?)
+}
+
+/// Opens the database. What may pass, a lock or a full disk, is waited for, not ready and saying why.
+async fn open(config: &Config, telemetry: &Telemetry) -> Result<(Store, Counts), OpenError> {
+    let path = &config.database.path;
+    let mut reminder = Reminder::default();
+    loop {
+        let opened = async {
+            let mut store = Store::open(path).await?;
+            let counts = store.counts().await;
+            let counts = counts.map_err(|source| OpenError::Database { path: path.clone(), source })?;
+            Ok((store, counts))
+        };
+        match opened.await {
+            Err(OpenError::Database { source, .. }) if source.may_pass() => {
+                let cause = chain(&source);
+                if reminder.is_due(&cause) {
+                    tracing::error!(%cause, "the database cannot be opened, trying again");
+                }
+                telemetry.metrics.db_errors.increment(source.class, 1);
+                telemetry.health.set_database(Err(cause));
+                tokio::time::sleep(OPEN_RETRY_EVERY).await;
+            }
+            ended => return ended,
+        }
+    }
 }
 
 async fn upkeep(telemetry: Arc<Telemetry>, ending: CancellationToken) {

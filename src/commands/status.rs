@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::config::Config;
 use crate::consumer::{self, Found, connection};
+use crate::errors::chain;
 use crate::store::sqlite;
 
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -89,7 +90,7 @@ async fn learn(config: &Config) -> Status {
             None
         }
         Err(error) => {
-            problems.push(format!("{error}: {}", error.source));
+            problems.push(chain(&error));
             None
         }
     };

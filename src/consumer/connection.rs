@@ -21,9 +21,9 @@ const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    #[error("cannot read {what} from {}", path.display())]
-    Secret {
-        what: &'static str,
+    #[error("cannot read {}, the value of {setting}", path.display())]
+    File {
+        setting: &'static str,
         path: std::path::PathBuf,
         #[source]
         source: std::io::Error,
@@ -43,7 +43,7 @@ impl ConnectError {
     /// Whether a file that the settings name is missing or unusable: nothing that waiting would mend.
     pub fn is_about_settings(&self) -> bool {
         match self {
-            Self::Secret { .. } | Self::Credentials { .. } => true,
+            Self::File { .. } | Self::Credentials { .. } => true,
             Self::Server { .. } => false,
         }
     }
@@ -53,6 +53,8 @@ impl ConnectError {
 ///
 /// `telemetry` hears of every connect and disconnect; commands that only ask a question pass `None`.
 pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<Client, ConnectError> {
+    // The client reads the TLS files itself, but does not say which one it could not read.
+    require_files(nats).await?;
     let mut options = authenticate(ConnectOptions::new(), &nats.auth)
         .await?
         .name("order-processor")
@@ -71,28 +73,54 @@ pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<C
             std::future::ready(())
         });
     if let Some(ca) = &nats.tls.ca_file {
-        readable("the CA certificates", ca).await?;
         options = options.add_root_certificates(ca.clone());
     }
     if let (Some(cert), Some(key)) = (&nats.tls.cert_file, &nats.tls.key_file) {
-        readable("the client certificate", cert).await?;
-        readable("the client key", key).await?;
         options = options.add_client_certificate(cert.clone(), key.clone());
     }
     let servers: Vec<&str> = nats.url.split(',').map(str::trim).collect();
     options.connect(servers).await.map_err(|error| ConnectError::Server { servers: nats.redacted_url(), error })
 }
 
+/// Whether every file that the settings name can be read.
+///
+/// # Errors
+/// [`ConnectError::File`] for the first that cannot.
+pub async fn require_files(nats: &Nats) -> Result<(), ConnectError> {
+    for (setting, path) in files(nats) {
+        let opened = tokio::fs::File::open(path).await;
+        opened.map_err(|source| ConnectError::File { setting, path: path.to_owned(), source })?;
+    }
+    Ok(())
+}
+
+fn files(nats: &Nats) -> Vec<(&'static str, &Path)> {
+    let mut files: Vec<(&str, &Path)> = match &nats.auth {
+        Auth::None => Vec::new(),
+        Auth::UserPassword { password_file, .. } => vec![("nats.password_file", password_file)],
+        Auth::Token { token_file } => vec![("nats.token_file", token_file)],
+        Auth::Nkey { nkey_file } => vec![("nats.nkey_file", nkey_file)],
+        Auth::Credentials { credentials_file } => vec![("nats.credentials_file", credentials_file)],
+    };
+    let tls = [
+        ("nats.tls.ca_file", &nats.tls.ca_file),
+        ("nats.tls.cert_file", &nats.tls.cert_file),
+        ("nats.tls.key_file", &nats.tls.key_file),
+    ];
+    files.extend(tls.into_iter().filter_map(|(setting, path)| Some((setting, path.as_deref()?))));
+    files
+}
+
 async fn authenticate(options: ConnectOptions, auth: &Auth) -> Result<ConnectOptions, ConnectError> {
     Ok(match auth {
         Auth::None => options,
         Auth::UserPassword { user, password_file } => {
-            options.user_and_password(user.clone(), secret("the password", password_file).await?)
+            options.user_and_password(user.clone(), secret("nats.password_file", password_file).await?)
         }
-        Auth::Token { token_file } => options.token(secret("the token", token_file).await?),
-        Auth::Nkey { nkey_file } => options.nkey(secret("the nkey seed", nkey_file).await?),
+        Auth::Token { token_file } => options.token(secret("nats.token_file", token_file).await?),
+        Auth::Nkey { nkey_file } => options.nkey(secret("nats.nkey_file", nkey_file).await?),
         Auth::Credentials { credentials_file } => {
-            let text = secret("the credentials", credentials_file).await?;
+            let text = secret("nats.credentials_file", credentials_file).await?;
             options
                 .credentials(&text)
                 .map_err(|source| ConnectError::Credentials { path: credentials_file.clone(), source })?
@@ -101,19 +129,13 @@ async fn authenticate(options: ConnectOptions, auth: &Auth) -> Result<ConnectOpt
 }
 
 /// The content of a secret file without the line end that editors leave behind.
-async fn secret(what: &'static str, path: &Path) -> Result<String, ConnectError> {
-    let text = tokio::fs::read_to_string(path).await.map_err(|source| ConnectError::Secret {
-        what,
+async fn secret(setting: &'static str, path: &Path) -> Result<String, ConnectError> {
+    let text = tokio::fs::read_to_string(path).await.map_err(|source| ConnectError::File {
+        setting,
         path: path.to_owned(),
         source,
     })?;
     Ok(text.trim_end_matches(['\r', '\n']).to_owned())
-}
-
-/// The client reads these files itself, but does not say which one it could not read.
-async fn readable(what: &'static str, path: &Path) -> Result<(), ConnectError> {
-    let opened = tokio::fs::File::open(path).await;
-    opened.map(drop).map_err(|source| ConnectError::Secret { what, path: path.to_owned(), source })
 }
 
 /// 100 ms and up to twice as much each time, so that many workers do not come back in step.

@@ -103,7 +103,7 @@ async fn a_missing_settings_file_is_an_error_that_names_it() {
 #[tokio::test]
 async fn a_missing_secret_file_is_an_error_that_names_it() {
     let spec = spec().set("nats.token_file", "no-token-here");
-    refused(&spec, &["run"], &["no-token-here", "token_file"]).await;
+    refused(&spec, &["run"], &["no-token-here", "token"]).await;
 }
 
 #[tokio::test]

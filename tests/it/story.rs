@@ -195,7 +195,6 @@ async fn status_as_json_says_where_everything_is() {
         ("/stream/first_seq", 1),
         ("/stream/last_seq", 10),
         ("/processed_ids", 7),
-        ("/orders", 7),
         ("/dead_letters", 0),
     ] {
         assert_eq!(status.pointer(field).and_then(serde_json::Value::as_u64), Some(wanted), "{field} in {status}");

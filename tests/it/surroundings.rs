@@ -305,6 +305,27 @@ async fn a_busy_database_holds_up_and_costs_nothing() {
 }
 
 #[tokio::test]
+async fn a_database_that_is_busy_at_the_start_is_waited_for() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=5).await;
+    // Makes the file, and somebody else then has it before the daemon starts again.
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let mut writer = spec.db().open_to_write().await;
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+    broker.publish_numbered(6..=9).await;
+
+    let mut worker = spec.start();
+    worker.not_ready("database").await;
+    worker.logged(&["the database cannot be opened, trying again", "database is locked"]).await;
+    writer.close().await.unwrap();
+    broker.acknowledged(9).await;
+    spec.db().applied_once(9).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn a_server_without_jetstream_is_waited_for() {
     // An account without JetStream sees what a server without it shows.
     let config = "accounts { A { jetstream: enabled, users: [{user: a, password: a}] }, B { users: [{user: b, password: b}] } }\n\

@@ -1,0 +1,201 @@
+//! Messages that the client cannot even parse. One in the stream would cut the connection, or end the client, at each of its
+//! deliveries, for ever. After such a loss the messages that the server counts as delivered are fetched raw, and those that no
+//! delivery can bring us become arrivals of their own: marked unreadable, to be dead-lettered and terminated.
+
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::UNIX_EPOCH;
+
+use async_nats::{Client, HeaderName, HeaderValue};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use bytes::Bytes;
+use serde::Deserialize;
+
+use super::{Arrival, BindError, Found};
+use crate::delivery::{Position, Raw, Reply};
+
+/// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
+const SCAN_MAX: usize = 10_000;
+/// The name under which a dead letter keeps a header block that cannot be taken apart.
+const RAW_HEADERS: &str = "(header block, base64)";
+
+/// Looks at what is delivered and not acknowledged, beyond `clean_through`, and raises that.
+pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -> Result<Vec<Arrival>, BindError> {
+    let (stream, consumer, config) = (&found.consumer.stream_name, &found.consumer.name, &found.consumer.config);
+    let from = found.consumer.ack_floor.stream_sequence.max(clean_through.load(Ordering::Relaxed)) + 1;
+    let to = found.consumer.delivered.stream_sequence;
+    let mut filters: Vec<&str> = config.filter_subjects.iter().map(String::as_str).collect();
+    if filters.is_empty() {
+        filters.push(if config.filter_subject.is_empty() { ">" } else { &config.filter_subject });
+    }
+    let mut unreadable = Vec::new();
+    for filter in &filters {
+        let mut next = from;
+        for _ in 0..SCAN_MAX {
+            let stored = next_message(&client, stream, next, filter).await?;
+            let Some(stored) = stored.filter(|stored| stored.seq <= to) else {
+                next = to + 1;
+                break;
+            };
+            next = stored.seq + 1;
+            if let Some(why) = why_unreadable(&stored.headers) {
+                unreadable.push(stored.into_arrival(stream, consumer, why));
+            }
+        }
+        if let [_] = filters[..] {
+            clean_through.fetch_max(next - 1, Ordering::Relaxed);
+        }
+    }
+    Ok(unreadable)
+}
+
+/// A message as the stream stores it.
+struct Stored {
+    subject: String,
+    seq: u64,
+    headers: Vec<u8>,
+    payload: Vec<u8>,
+    published_ns: i64,
+}
+
+impl Stored {
+    fn into_arrival(self, stream: &str, consumer: &str, why: String) -> Arrival {
+        // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
+        let subject = format!("$JS.ACK.{stream}.{consumer}.1.{}.0.0.0", self.seq);
+        let position =
+            Position { delivered: 1, stream_seq: self.seq, consumer_seq: 0, published_ns: self.published_ns };
+        let headers = vec![(RAW_HEADERS.to_owned(), BASE64.encode(&self.headers))];
+        let raw =
+            Raw { subject: self.subject, headers, payload: Bytes::from(self.payload), position, unreadable: Some(why) };
+        (raw, Reply { subject, delivered: 1 })
+    }
+}
+
+/// The first message from `seq` on whose subject matches; `None` if there is none.
+///
+/// Asked for without the client's own types: they parse the headers, and that is what cannot be done here.
+async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> Result<Option<Stored>, BindError> {
+    const ASKED: &str = "a request for a stored message";
+    let no_answer = |error: String| BindError::NoAnswer { asked: ASKED, error };
+    let request = serde_json::json!({ "seq": seq, "next_by_subj": filter }).to_string();
+    let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
+    let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
+    let answer: Answer = serde_json::from_slice(&answer.payload).map_err(|error| no_answer(error.to_string()))?;
+    match (answer.message, answer.error) {
+        (Some(message), _) => message.decode().map(Some).map_err(|error| no_answer(error.to_string())),
+        (None, Some(error)) if error.code == 404 => Ok(None),
+        (None, Some(error)) => Err(no_answer(error.description)),
+        (None, None) => Err(no_answer("neither a message nor an error".to_owned())),
+    }
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    message: Option<Encoded>,
+    error: Option<ApiError>,
+}
+
+#[derive(Deserialize)]
+struct Encoded {
+    subject: String,
+    seq: u64,
+    #[serde(default)]
+    hdrs: String,
+    #[serde(default)]
+    data: String,
+    time: String,
+}
+
+#[derive(Deserialize)]
+struct ApiError {
+    code: u16,
+    #[serde(default)]
+    description: String,
+}
+
+impl Encoded {
+    fn decode(self) -> Result<Stored, base64::DecodeError> {
+        // The time is part of the message id: one that we cannot read leaves an id that is still the same each time.
+        let published = humantime::parse_rfc3339(&self.time).ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+        Ok(Stored {
+            subject: self.subject,
+            seq: self.seq,
+            headers: BASE64.decode(&self.hdrs)?,
+            payload: BASE64.decode(&self.data)?,
+            published_ns: published.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)),
+        })
+    }
+}
+
+/// What the client trips over in a header block; `None` for one that it can read.
+///
+/// The order of its steps matters: a healthy message taken for an unreadable one would be an order lost (async-nats 0.51,
+/// `connection.rs`). Names and values go through the client's own checks.
+pub fn why_unreadable(block: &[u8]) -> Option<String> {
+    if block.is_empty() {
+        return None;
+    }
+    let Ok(text) = str::from_utf8(block) else { return Some("headers are not UTF-8".to_owned()) };
+    let mut lines = text.lines().peekable();
+    match lines.next().and_then(|version| version.strip_prefix("NATS/1.0")).map(str::trim) {
+        Some("") => {}
+        // The client takes it for a word of the server to us, not for a message.
+        Some(status) => return Some(format!("headers begin with the status {status:?}")),
+        None => return Some("headers do not begin with NATS/1.0".to_owned()),
+    }
+    while let Some(line) = lines.next() {
+        if line.is_empty() {
+            continue;
+        }
+        let Some((name, value)) = line.split_once(':') else {
+            return Some(format!("header line {line:?} has no colon"));
+        };
+        if HeaderName::from_str(name).is_err() {
+            return Some(format!("header name {name:?} has a character that is not allowed"));
+        }
+        let mut value = value.trim_start().to_owned();
+        while let Some(more) = lines.next_if(|line| line.starts_with(char::is_whitespace)) {
+            value.push_str(more);
+        }
+        if HeaderValue::from_str(value.trim_end()).is_err() {
+            return Some(format!("the value of header {name} has a carriage return in it"));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readable_headers_are_left_alone() {
+        for block in [
+            "",
+            "NATS/1.0\r\n\r\n",
+            "NATS/1.0\r\nNats-Msg-Id: 1\r\nX: \r\nX:y\r\n\r\n",
+            "NATS/1.0\r\nX: folded\r\n over lines\r\n\r\n",
+            "NATS/1.0\r\nX: trailing\r\r\n\r\n",
+            "NATS/1.0 \r\nX: ü\r\n",
+        ] {
+            assert_eq!(why_unreadable(block.as_bytes()), None, "{block:?}");
+        }
+    }
+
+    #[test]
+    fn each_header_that_the_client_trips_over_is_named() {
+        for (block, why) in [
+            (&b"NATS/1.0\r\nX: a\rb\r\n\r\n"[..], "carriage return"),
+            (b"NATS/1.0\r\nX: \xff\r\n\r\n", "UTF-8"),
+            (b"NATS/1.0\r\nX Y: a\r\n\r\n", "name"),
+            (b"NATS/1.0\r\nno colon\r\n\r\n", "colon"),
+            (b"NATS/1.0 503\r\n\r\n", "status"),
+            (b"HTTP/1.1\r\n\r\n", "NATS/1.0"),
+        ] {
+            let said = why_unreadable(block).unwrap_or_else(|| panic!("{block:?} is readable"));
+            assert!(said.contains(why), "{said}");
+        }
+    }
+}
