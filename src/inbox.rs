@@ -55,20 +55,11 @@ impl Inbox {
     /// # Errors
     /// When the database failed in a way that no message is to blame for. Then nothing is known to be durable.
     pub async fn process(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        if batch.iter().any(is_suspect) {
-            return self.suspects(batch, hurry).await;
+        let outcomes = self.run(batch, hurry).await;
+        if let Err(error) = &outcomes {
+            self.store.give_up(error).await;
         }
-        if has_rivals(batch) {
-            return self.one_by_one(batch, hurry).await;
-        }
-        match self.together(batch).await {
-            Ok(outcomes) => Ok(outcomes.into_iter().map(Some).collect()),
-            Err(Failure::Store(error)) if !error.is_about_data() => Err(error),
-            Err(failure) => {
-                tracing::debug!(messages = batch.len(), %failure, "the batch failed, running it message by message");
-                self.one_by_one(batch, hurry).await
-            }
-        }
+        outcomes
     }
 
     /// The store, between two batches.
@@ -79,6 +70,26 @@ impl Inbox {
     /// Gives the store back, to be closed.
     pub fn into_store(self) -> Store {
         self.store
+    }
+
+    async fn run(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        if batch.iter().any(is_suspect) {
+            return self.suspects(batch, hurry).await;
+        }
+        if has_rivals(batch) {
+            return self.one_by_one(batch, hurry).await;
+        }
+        let failure = match self.together(batch).await {
+            Ok(outcomes) => return Ok(outcomes.into_iter().map(Some).collect()),
+            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+            Err(failure) => failure,
+        };
+        tracing::debug!(messages = batch.len(), %failure, "the batch failed");
+        match batch {
+            // It is known who is to blame: running it again would be an attempt more.
+            [delivery] => Ok(vec![Some(self.blame(delivery, failure, Run::InBatch).await?)]),
+            _ => self.one_by_one(batch, hurry).await,
+        }
     }
 
     /// The path of nearly every message: one claim, one apply, one commit for all.
@@ -119,14 +130,22 @@ impl Inbox {
 
     /// The same for a batch in which something failed: each message in its savepoint, one commit.
     async fn one_by_one(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        let judge = Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver };
-        let handler = self.handler.clone();
-        let began = Instant::now();
+        match self.in_savepoints(batch, hurry).await {
+            // The database refuses at the commit what one of them did, a deferred foreign key for one. Which of them shows
+            // only when each has a commit of its own.
+            Err(error) if error.is_about_data() => self.in_transactions(batch, hurry).await,
+            ended => ended,
+        }
+    }
+
+    async fn in_savepoints(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let (judge, handler) = (self.judge(), self.handler.clone());
+        let pass = Pass::new(hurry);
         let mut outcomes = vec![None; batch.len()];
         let mut tx = self.store.begin().await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
             *outcome = Some(single(&mut tx, handler.as_ref(), delivery, judge, Run::InBatch).await?);
-            if hurry.is_cancelled() || began.elapsed() >= SINGLES_BUDGET {
+            if pass.is_over() {
                 break;
             }
         }
@@ -134,13 +153,50 @@ impl Inbox {
         Ok(outcomes)
     }
 
+    async fn in_transactions(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let pass = Pass::new(hurry);
+        let mut outcomes = vec![None; batch.len()];
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            *outcome = Some(self.transaction(delivery, Run::InBatch).await?);
+            if pass.is_over() {
+                break;
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// One message, one commit; a commit that is refused for what the message did is the message's failure.
+    async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Outcome, Error> {
+        let (judge, handler) = (self.judge(), self.handler.clone());
+        let mut tx = self.store.begin().await?;
+        let outcome = single(&mut tx, handler.as_ref(), delivery, judge, run).await?;
+        match tx.commit().await {
+            Ok(()) => Ok(outcome),
+            Err(error) if error.is_about_data() => self.blame(delivery, Failure::Store(error), run).await,
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Commits the outcome of a failure whose transaction is undone already.
+    async fn blame(&mut self, delivery: &Delivery, failure: Failure, run: Run) -> Result<Outcome, Error> {
+        let judge = self.judge();
+        let mut tx = self.store.begin().await?;
+        let outcome = failed(&mut tx, delivery, failure, judge, run, now_ns()).await?;
+        tx.commit().await?;
+        Ok(outcome)
+    }
+
+    fn judge(&self) -> Judge {
+        Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver }
+    }
+
     /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
     async fn suspects(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        let began = Instant::now();
+        let pass = Pass::new(hurry);
         let mut outcomes: Outcomes = self.settle(batch).await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
             *outcome = Some(self.alone(delivery).await?);
-            if hurry.is_cancelled() || began.elapsed() >= SINGLES_BUDGET {
+            if pass.is_over() {
                 break;
             }
         }
@@ -173,8 +229,7 @@ impl Inbox {
     /// Runs one message with its start on record, or quarantines it if too many starts have had no end.
     async fn alone(&mut self, delivery: &Delivery) -> Result<Outcome, Error> {
         let now_ns = now_ns();
-        let judge = Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver };
-        let handler = self.handler.clone();
+        let max_attempts = self.retry.max_attempts;
         let mut tx = self.store.begin().await?;
         if self.begun.as_ref() != Some(&delivery.id) {
             if let Some(other) = &self.begun {
@@ -182,7 +237,7 @@ impl Inbox {
                 tx.set_attempts(other, attempts.ended(), None, now_ns).await?;
             }
             let attempts = tx.attempts(&delivery.id).await?;
-            if attempts.started >= judge.retry.max_attempts {
+            if attempts.started >= max_attempts {
                 let outcome = dead(
                     Reason::CrashLoop,
                     format!("the process ended during each of {} runs of this message", attempts.started),
@@ -197,9 +252,7 @@ impl Inbox {
         }
         tx.commit().await?;
         self.begun = Some(delivery.id.clone());
-        let mut tx = self.store.begin().await?;
-        let outcome = single(&mut tx, handler.as_ref(), delivery, judge, Run::Recorded).await?;
-        tx.commit().await?;
+        let outcome = self.transaction(delivery, Run::Recorded).await?;
         self.begun = None;
         Ok(outcome)
     }
@@ -208,6 +261,22 @@ impl Inbox {
 /// Whether a delivery has come so often that it travels alone.
 pub fn is_suspect(delivery: &Delivery) -> bool {
     delivery.raw.position.delivered >= SUSPECT_FROM
+}
+
+/// How long a pass over single messages goes on: at least for one of them.
+struct Pass<'a> {
+    hurry: &'a CancellationToken,
+    began: Instant,
+}
+
+impl<'a> Pass<'a> {
+    fn new(hurry: &'a CancellationToken) -> Self {
+        Self { hurry, began: Instant::now() }
+    }
+
+    fn is_over(&self) -> bool {
+        self.hurry.is_cancelled() || self.began.elapsed() >= SINGLES_BUDGET
+    }
 }
 
 /// What decides over a single message.

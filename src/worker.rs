@@ -215,6 +215,9 @@ impl Worker {
             let (before_ns, below_seq) = self.prunable();
             self.job = Some(tokio::spawn(async move {
                 let result = inbox.store().prune(before_ns, below_seq, PRUNE_STEP).await;
+                if let Err(error) = &result {
+                    inbox.store().give_up(error).await;
+                }
                 Done { inbox, work: Work::Prune(result) }
             }));
         } else {

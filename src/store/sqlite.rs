@@ -38,6 +38,8 @@ pub struct Store {
     connection: Option<SqliteConnection>,
     /// The last transaction on `connection` ended in a clean commit.
     clean: bool,
+    /// The database itself has failed since the last time that everything in the WAL was known to be on disk.
+    faulted: bool,
     /// Whether `attempts` may have rows. Only this process writes it, so the happy path need not ask.
     any_attempts: bool,
     _lock: Lock,
@@ -79,6 +81,7 @@ impl Store {
             options,
             connection: Some(connection),
             clean: true,
+            faulted: false,
             any_attempts,
             _lock: lock,
         })
@@ -86,24 +89,49 @@ impl Store {
 
     /// Begins the one transaction there can be, on a connection that is known to be sound.
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
-        if !self.clean
-            && let Some(suspect) = self.connection.take()
-        {
-            // Not reported: whatever was wrong with it has been, and closing only gives its locks back.
-            drop(suspect.close_hard().await);
-        }
+        self.abandon().await;
         let connection = match self.connection.take() {
             Some(connection) => connection,
-            // Never `create_if_missing` here: a file deleted under us must not come back empty.
-            None => connect(&self.options, "opening the database again").await?,
+            None => self.reopen().await?,
         };
         let connection = self.connection.insert(connection);
         self.clean = false;
-        sqlx::query("BEGIN IMMEDIATE")
-            .execute(&mut *connection)
-            .await
-            .map_err(|source| Error::new("beginning a transaction", source))?;
-        Ok(Tx { connection, clean: &mut self.clean, any_attempts: &mut self.any_attempts, sound: true })
+        let (faulted, any_attempts) = (&mut self.faulted, &mut self.any_attempts);
+        let mut tx = Tx { connection, clean: &mut self.clean, faulted, any_attempts, sound: true };
+        tx.execute("beginning a transaction", "BEGIN IMMEDIATE".to_owned(), SqliteArguments::default()).await?;
+        Ok(tx)
+    }
+
+    /// To be called when work was given up because of `error`: lets go of the file, so that whoever else writes it need not
+    /// wait until the work is tried again.
+    pub async fn give_up(&mut self, error: &Error) {
+        self.faulted |= !error.is_about_data();
+        self.abandon().await;
+    }
+
+    /// Ends a transaction that did not end in a clean commit, together with its connection.
+    async fn abandon(&mut self) {
+        if !self.clean
+            && let Some(suspect) = self.connection.take()
+        {
+            // Whatever was wrong with it has been reported, and closing rolls back and unlocks also when it fails.
+            drop(suspect.close_hard().await);
+        }
+    }
+
+    async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
+        // Never `create_if_missing` here: a file deleted under us must not come back empty.
+        let mut connection = connect(&self.options, "opening the database again").await?;
+        if self.faulted {
+            // A commit whose fsync failed may stand in the WAL all the same, and its messages will look processed. Copying
+            // the WAL into the database writes those pages anew and syncs them; only then may a duplicate be acknowledged.
+            sqlx::query("PRAGMA wal_checkpoint(FULL)")
+                .execute(&mut connection)
+                .await
+                .map_err(|source| Error::new("writing the WAL into the database", source))?;
+            self.faulted = false;
+        }
+        Ok(connection)
     }
 
     /// How many ids and dead letters there are. Cheap at any size.
@@ -185,6 +213,7 @@ pub async fn check(path: &Path) -> Result<(), OpenError> {
 pub struct Tx<'s> {
     connection: &'s mut SqliteConnection,
     clean: &'s mut bool,
+    faulted: &'s mut bool,
     any_attempts: &'s mut bool,
     /// No statement has failed and nothing was undone.
     sound: bool,
@@ -378,11 +407,8 @@ impl Tx<'_> {
     ///
     /// # Errors
     /// The outcome is then unknown. Nothing may be acknowledged; the ids tell the truth when the messages come again.
-    pub async fn commit(self) -> Result<(), Error> {
-        sqlx::query("COMMIT")
-            .execute(&mut *self.connection)
-            .await
-            .map_err(|source| Error::new("committing", source))?;
+    pub async fn commit(mut self) -> Result<(), Error> {
+        self.execute("committing", "COMMIT".to_owned(), SqliteArguments::default()).await?;
         *self.clean = self.sound;
         Ok(())
     }
@@ -408,7 +434,9 @@ impl Tx<'_> {
 
     fn fail(&mut self, doing: &'static str, source: sqlx::Error) -> Error {
         self.sound = false;
-        Error::new(doing, source)
+        let error = Error::new(doing, source);
+        *self.faulted |= !error.is_about_data();
+        error
     }
 }
 

@@ -325,6 +325,32 @@ async fn a_database_that_is_busy_at_the_start_is_waited_for() {
     worker.drain().await;
 }
 
+/// The disk refuses to make anything durable, as long as the tracer lives.
+#[tokio::test]
+async fn nothing_is_acknowledged_when_the_commit_itself_fails_and_all_is_applied_once_when_it_works_again() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    let faults = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"];
+    let Some(tracer) = worker.trace(&faults).await else {
+        return eprintln!("strace is not installed: no fsync fails in this test");
+    };
+    broker.publish_numbered(1..=20).await;
+    worker.not_ready("database: committing").await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
+    let errors = worker.metrics().await.get("db_errors_total{class=\"io\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+
+    tracer.detach().await;
+    broker.acknowledged(20).await;
+    worker.ready().await;
+    spec.db().applied_once(20).await;
+    assert_eq!(spec.db().count("attempts").await, 0);
+    worker.drain().await;
+}
+
 #[tokio::test]
 async fn a_server_without_jetstream_is_waited_for() {
     // An account without JetStream sees what a server without it shows.

@@ -141,9 +141,53 @@ pub struct Daemon {
     http_port: u16,
 }
 
+/// A strace on a daemon. What it injects ends with it.
+pub struct Tracer {
+    child: Child,
+}
+
+impl Tracer {
+    /// Lets the daemon go on undisturbed.
+    pub async fn detach(mut self) {
+        super::signal(self.child.id(), "INT");
+        eventually("strace has ended", PATIENCE, async || {
+            self.child.try_wait().expect("strace can be waited for").ok_or("still running")
+        })
+        .await;
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        // Both fail only if it has ended already, which is what we want.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
 impl Daemon {
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Attaches strace, which injects faults into system calls; `None` where it is not installed.
+    pub async fn trace(&self, expressions: &[&str]) -> Option<Tracer> {
+        let stderr = tempfile::NamedTempFile::new().expect("a temporary file");
+        let mut command = Command::new("strace");
+        command.args(["-f", "-o", "/dev/null"]).args(expressions).args(["-p", &self.pid().to_string()]);
+        command.stdin(Stdio::null()).stderr(stderr.reopen().expect("it can be opened again"));
+        let child = match command.spawn() {
+            Ok(child) => child,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return None,
+            Err(error) => panic!("strace cannot be started: {error}"),
+        };
+        let tracer = Tracer { child };
+        eventually("strace is attached", PATIENCE, async || {
+            let said = std::fs::read_to_string(stderr.path()).expect("its stderr is kept");
+            if said.contains("attached") { Ok(()) } else { Err(said) }
+        })
+        .await;
+        Some(tracer)
     }
 
     /// Waits until `/readyz` says 200.
