@@ -43,6 +43,8 @@ const PULL_GRACE: Duration = Duration::from_secs(2);
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
+/// How long the age of the oldest message is waited for.
+const AGE_PATIENCE: Duration = Duration::from_secs(1);
 /// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
 const HEADER_ROOM_BYTES: usize = 64 * 1024;
 /// Deliveries handed on at once.
@@ -64,6 +66,8 @@ pub struct Consumer {
     suspicious: bool,
     /// Up to here no message in the stream is unreadable.
     clean_through: Arc<AtomicU64>,
+    /// Of the last look. That it moves shows that the server takes our acknowledgements.
+    ack_floor: u64,
     failures: u32,
     reminder: Reminder,
     bound_once: bool,
@@ -107,6 +111,8 @@ struct Session {
     checks: tokio::time::Interval,
     info: Option<BoxFuture<'static, Result<Found, BindError>>>,
     info_due: Instant,
+    /// Whether the age of the oldest message can be learnt; the permission for it is optional.
+    ages: bool,
     /// The search for messages that the client cannot parse, after a loss.
     scan: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
 }
@@ -151,6 +157,8 @@ pub struct Room {
 pub struct Found {
     pub stream: StreamInfo,
     pub consumer: ConsumerInfo,
+    /// When the oldest message that the ack floor has not passed was published, if that was asked for and there is one.
+    oldest_published_at: Option<SystemTime>,
 }
 
 /// Why we are not bound.
@@ -208,6 +216,7 @@ impl Consumer {
             stash: Vec::new(),
             suspicious: false,
             clean_through: Arc::default(),
+            ack_floor: 0,
             failures: 0,
             reminder: Reminder::default(),
             bound_once: false,
@@ -250,6 +259,10 @@ impl Consumer {
                     match session.step(link, &self.target, room, self.info_every, &mut self.stash).await {
                         Ok(Step::Arrived) => {}
                         Ok(Step::Seen(view)) => {
+                            if view.ack_floor_consumer_seq > self.ack_floor {
+                                self.telemetry.health.set_acks(Ok(()));
+                            }
+                            self.ack_floor = view.ack_floor_consumer_seq;
                             self.telemetry.consumer_seen(&view);
                             return Event::Seen(view);
                         }
@@ -445,6 +458,7 @@ impl Session {
             checks: tokio::time::interval(CHECK_EVERY),
             info: None,
             info_due,
+            ages: true,
             scan: None,
         }
     }
@@ -472,7 +486,10 @@ impl Session {
                 self.info_due = Instant::now() + info_every;
                 match found {
                     Ok(found) if found.created() != self.created => Err(Trouble::new("stream or consumer was created anew", None)),
-                    Ok(found) => Ok(Step::Seen(found.view())),
+                    Ok(found) => {
+                        self.ages &= found.oldest_published_at.is_some() || !found.has_work();
+                        Ok(Step::Seen(found.view()))
+                    }
                     Err(error @ (BindError::NoStream { .. } | BindError::NoConsumer { .. })) => {
                         Err(Trouble::new(error.to_string(), None))
                     }
@@ -576,7 +593,7 @@ impl Session {
             self.outstanding = 0;
         }
         if self.info.is_none() && now >= self.info_due {
-            self.info = Some(inspect(link.client.clone(), target.clone()).boxed());
+            self.info = Some(inspect_with_age(link.client.clone(), target.clone(), self.ages).boxed());
         }
         Ok(Step::Arrived)
     }
@@ -639,6 +656,10 @@ impl Found {
         (self.stream.created.unix_timestamp_nanos(), self.consumer.created.unix_timestamp_nanos())
     }
 
+    fn has_work(&self) -> bool {
+        self.consumer.num_pending > 0 || self.consumer.num_ack_pending > 0
+    }
+
     /// The figures that operators look at.
     pub fn view(&self) -> ConsumerView {
         let (state, consumer) = (&self.stream.state, &self.consumer);
@@ -653,6 +674,7 @@ impl Found {
             stream_first_seq: state.first_sequence,
             stream_last_seq: state.last_sequence,
             paused: consumer.paused,
+            oldest_published_at: self.oldest_published_at,
             taken_at: SystemTime::now(),
         }
     }
@@ -698,6 +720,16 @@ async fn inspect(client: Client, target: Target) -> Result<Found, BindError> {
     look(&client, &target.config.consumer.stream, &target.config.consumer.name).await
 }
 
+/// The same, and how old the oldest message is that waits, if `ages`.
+async fn inspect_with_age(client: Client, target: Target, ages: bool) -> Result<Found, BindError> {
+    let mut found = inspect(client.clone(), target).await?;
+    if ages && found.has_work() {
+        let oldest = tokio::time::timeout(AGE_PATIENCE, quarantine::oldest_published_at(&client, &found)).await;
+        found.oldest_published_at = oldest.unwrap_or_default();
+    }
+    Ok(found)
+}
+
 /// Asks the server for stream and consumer.
 pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found, BindError> {
     let no_consumer = || BindError::NoConsumer { stream: stream.to_owned(), consumer: consumer.to_owned() };
@@ -716,7 +748,7 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found
         ConsumerInfoErrorKind::StreamNotFound => no_stream(),
         _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
     })?;
-    Ok(Found { stream: found.cached_info().clone(), consumer: info })
+    Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None })
 }
 
 /// `None` for a message that the server did not hand out from a stream.

@@ -216,6 +216,9 @@ pub struct ConsumerView {
     pub stream_first_seq: u64,
     pub stream_last_seq: u64,
     pub paused: bool,
+    /// When the oldest message that the ack floor has not passed was published; `None` if there is none.
+    #[serde(serialize_with = "serialize_optional_time")]
+    pub oldest_published_at: Option<SystemTime>,
     #[serde(serialize_with = "serialize_time")]
     pub taken_at: SystemTime,
 }
@@ -231,6 +234,8 @@ impl ConsumerView {
         metrics.consumer_num_waiting.set(self.num_waiting as f64);
         metrics.stream_first_seq.set(self.stream_first_seq as f64);
         metrics.stream_last_seq.set(self.stream_last_seq as f64);
+        let age = self.oldest_published_at.and_then(|at| at.elapsed().ok()).unwrap_or_default();
+        metrics.oldest_pending_seconds.set(age.as_secs_f64());
         metrics.consumer_info_timestamp_seconds.set(unix_seconds(self.taken_at));
     }
 }
@@ -425,6 +430,7 @@ mod tests {
             stream_first_seq: 1,
             stream_last_seq: 10 + num_pending,
             paused: false,
+            oldest_published_at: None,
             taken_at: SystemTime::UNIX_EPOCH,
         }
     }

@@ -416,7 +416,8 @@ impl Worker {
         if let Some(inbox) = self.inbox.take() {
             inbox.into_store().close().await.map_err(WorkerError::Close)?;
         }
-        tracing::info!(handed_back = rest.len(), "drained");
+        let committed = self.telemetry.health.status().committed_messages;
+        tracing::info!(committed, handed_back = rest.len(), "drained");
         Ok(())
     }
 

@@ -168,7 +168,10 @@ fn note(telemetry: &Telemetry, event: &Event) {
         Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) => {
             tracing::error!(error = %text, "the server denies us a subject");
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
-            telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
+            // Of the others we can do without some; those that we cannot do without show by themselves.
+            if text.to_ascii_uppercase().contains("$JS.ACK") {
+                telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
+            }
         }
         Event::ServerError(error) => {
             tracing::warn!(%error, "the server reports an error");

@@ -5,8 +5,9 @@
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use async_nats::jetstream::consumer::Config;
 use async_nats::{Client, HeaderName, HeaderValue};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -26,10 +27,7 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
     let (stream, consumer, config) = (&found.consumer.stream_name, &found.consumer.name, &found.consumer.config);
     let from = found.consumer.ack_floor.stream_sequence.max(clean_through.load(Ordering::Relaxed)) + 1;
     let to = found.consumer.delivered.stream_sequence;
-    let mut filters: Vec<&str> = config.filter_subjects.iter().map(String::as_str).collect();
-    if filters.is_empty() {
-        filters.push(if config.filter_subject.is_empty() { ">" } else { &config.filter_subject });
-    }
+    let filters = filters(config);
     let mut unreadable = Vec::new();
     for filter in &filters {
         let mut next = from;
@@ -49,6 +47,27 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
         }
     }
     Ok(unreadable)
+}
+
+/// When the first message beyond the ack floor was published; `None` if there is none or the server does not say.
+pub async fn oldest_published_at(client: &Client, found: &Found) -> Option<SystemTime> {
+    let next = found.consumer.ack_floor.stream_sequence + 1;
+    let mut oldest: Option<u64> = None;
+    for filter in filters(&found.consumer.config) {
+        let stored = next_message(client, &found.consumer.stream_name, next, filter).await.ok()??;
+        let published_ns = stored.published_ns.unsigned_abs();
+        oldest = Some(oldest.map_or(published_ns, |oldest| oldest.min(published_ns)));
+    }
+    Some(UNIX_EPOCH + Duration::from_nanos(oldest?))
+}
+
+/// The subjects that the consumer is for.
+fn filters(config: &Config) -> Vec<&str> {
+    match (config.filter_subject.as_str(), &config.filter_subjects[..]) {
+        ("", []) => vec![">"],
+        (filter, []) => vec![filter],
+        (_, filters) => filters.iter().map(String::as_str).collect(),
+    }
 }
 
 /// A message as the stream stores it.

@@ -8,7 +8,7 @@ use async_nats::jetstream::consumer;
 use sqlx::Connection;
 
 use crate::support::nats::{CONSUMER, consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, ServerSpec, free_port};
+use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, ServerSpec, eventually, free_port};
 
 /// `run` ends with exit code 2 and one line that has all these words.
 async fn refused(spec: &DaemonSpec, words: &[&str]) -> Finished {
@@ -295,10 +295,16 @@ async fn a_busy_database_holds_up_and_costs_nothing() {
     assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
     let errors = worker.metrics().await.get("db_errors_total{class=\"busy\"}");
     assert!(errors >= Some(1.0), "{errors:?}");
+    eventually("the age of the oldest order is shown", PATIENCE, async || {
+        let age = worker.metrics().await.get("oldest_pending_seconds");
+        if age > Some(0.0) { Ok(()) } else { Err(age) }
+    })
+    .await;
 
     writer.close().await.unwrap();
     broker.acknowledged(50).await;
     worker.ready().await;
+    worker.metric("oldest_pending_seconds", 0.0).await;
     spec.db().applied_once(50).await;
     assert_eq!(spec.db().count("attempts").await, 0);
     worker.drain().await;
