@@ -1,6 +1,6 @@
 # What a developer runs; `make` alone lists it. Nothing here needs root or leaves the folder.
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test lint clean
+.PHONY: help build demo run test bench lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ run: ## start a server, set it up and run the daemon in the foreground; Ctrl-C s
 
 test: ## run all tests; ARGS="story" picks some
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo test --locked $(ARGS)
+
+bench: ## measure the release build against no database at all, about 5 minutes; ARGS=--smoke for a quick look
+	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo bench --locked --bench bench -- $(ARGS)
 
 lint: ## formatting, clippy and rustdoc, warnings are errors
 	cargo fmt --check

@@ -1,7 +1,7 @@
 //! What all tests stand on: a server, a client of it, the daemon, a faulty network, and the only way to wait.
 
-// Each theme uses its own share of the helpers.
-#![allow(dead_code, reason = "a helper that no theme needs at the moment is not worth a warning")]
+// Each theme, and the benchmark, uses its own share of the helpers.
+#![allow(dead_code, unused_imports, reason = "a helper that no theme needs at the moment is not worth a warning")]
 
 pub mod daemon;
 pub mod nats;

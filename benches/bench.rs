@@ -1,0 +1,240 @@
+//! What the daemon costs over consuming and acknowledging with no database at all, in one run on one machine.
+//!
+//! A ratio counts, not an absolute time: machines differ and are shared. See `benches/README.md` for what each step brought.
+
+#![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed step ends the benchmark")]
+
+#[path = "../tests/it/support/mod.rs"]
+mod support;
+
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use async_nats::HeaderMap;
+use async_nats::jetstream::consumer::{self, PullConsumer};
+use futures_util::StreamExt;
+use support::nats::{CONSUMER, STREAM, consumer_config, stream_config};
+use support::{Broker, Daemon, DaemonSpec, NatsServer, eventually};
+
+/// Longer than any phase takes on a slow machine.
+const PATIENCE: Duration = Duration::from_secs(600);
+const ORDER_BYTES: usize = 200;
+const LATENCY_RATE: u64 = 1000;
+
+struct Plan {
+    orders: u64,
+    rounds: usize,
+    latency_seconds: u64,
+}
+
+#[tokio::main]
+async fn main() {
+    let smoke = std::env::args().any(|argument| argument == "--smoke");
+    let plan = match smoke {
+        true => Plan { orders: 5_000, rounds: 1, latency_seconds: 1 },
+        false => Plan { orders: 200_000, rounds: 3, latency_seconds: 10 },
+    };
+    let mut report = Report::default();
+    let (mut ceilings, mut fresh, mut again, mut peak) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    for round in 1..=plan.rounds {
+        eprintln!("round {round} of {}", plan.rounds);
+        let server = NatsServer::start().await;
+        let broker = Broker::connect(&server).await;
+        let wide = consumer::pull::Config { max_ack_pending: 10_000, ..consumer_config() };
+        broker.create(stream_config(), wide.clone()).await;
+        publish(&broker, 1..=plan.orders).await;
+        ceilings.push(rate(plan.orders, without_database(&broker, &wide, plan.orders).await));
+
+        let spec = DaemonSpec::new(server.url());
+        let (took, bytes) = with_database(&broker, &spec, plan.orders).await;
+        fresh.push(rate(plan.orders, took));
+        peak = peak.max(bytes);
+        spec.db().applied_once(i64::try_from(plan.orders).unwrap()).await;
+
+        // The same messages once more: what a server does that lost its acknowledgements in a crash.
+        broker.jetstream.delete_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
+        broker.jetstream.create_consumer_on_stream(wide, STREAM).await.unwrap();
+        again.push(rate(plan.orders, with_database(&broker, &spec, plan.orders).await.0));
+        spec.db().applied_once(i64::try_from(plan.orders).unwrap()).await;
+    }
+    let ceiling = median(&mut ceilings);
+    report.rate("no database: consume and acknowledge", ceiling, ceiling);
+    report.rate("the daemon, new orders", median(&mut fresh), ceiling);
+    report.rate("the daemon, every order a duplicate", median(&mut again), ceiling);
+    report.row("peak resident, backlog", &format!("{:.0} MiB", peak as f64 / 1024.0 / 1024.0), "");
+    latency(&plan, &mut report).await;
+    report.print(&plan);
+}
+
+/// Publishes with receipts, ids rising.
+async fn publish(broker: &Broker, numbers: std::ops::RangeInclusive<u64>) {
+    const IN_FLIGHT: usize = 1000;
+    let numbers: Vec<u64> = numbers.collect();
+    for some in numbers.chunks(IN_FLIGHT) {
+        let mut receipts = Vec::with_capacity(some.len());
+        for number in some {
+            receipts.push(order(broker, *number).await);
+        }
+        for receipt in receipts {
+            receipt.await.unwrap();
+        }
+    }
+}
+
+async fn order(broker: &Broker, number: u64) -> async_nats::jetstream::context::PublishAckFuture {
+    let mut headers = HeaderMap::new();
+    headers.insert("Nats-Msg-Id", format!("order-{number:012}").as_str());
+    let mut payload = format!("{{\"id\":\"ord-{number:012}\",\"sku\":\"MUG-BLUE\",\"quantity\":2,\"note\":\"");
+    payload.extend(std::iter::repeat_n('x', ORDER_BYTES - 2 - payload.len()));
+    payload.push_str("\"}");
+    broker.jetstream.publish_with_headers("ORDERS.new", headers, payload.into()).await.unwrap()
+}
+
+/// The ceiling: the client's own pull stream, each message acknowledged, nothing done.
+async fn without_database(broker: &Broker, config: &consumer::pull::Config, orders: u64) -> Duration {
+    const NAME: &str = "ceiling";
+    let config = consumer::pull::Config { durable_name: Some(NAME.to_owned()), ..config.clone() };
+    let consumer: PullConsumer = broker.jetstream.create_consumer_on_stream(config, STREAM).await.unwrap();
+    let began = Instant::now();
+    let mut messages = consumer.stream().max_messages_per_batch(2000).messages().await.unwrap();
+    for _ in 0..orders {
+        messages.next().await.unwrap().unwrap().ack().await.unwrap();
+    }
+    drop(messages);
+    acknowledged(broker, NAME, orders).await;
+    let took = began.elapsed();
+    broker.jetstream.delete_consumer_from_stream(NAME, STREAM).await.unwrap();
+    took
+}
+
+/// The daemon's own binary, from its start, and the most memory that it had.
+async fn with_database(broker: &Broker, spec: &DaemonSpec, orders: u64) -> (Duration, u64) {
+    let began = Instant::now();
+    let mut daemon = spec.start();
+    acknowledged(broker, CONSUMER, orders).await;
+    let took = began.elapsed();
+    let peak = resident_peak(&daemon);
+    daemon.drain().await;
+    (took, peak)
+}
+
+/// An acknowledgement counts when the server has it.
+async fn acknowledged(broker: &Broker, consumer: &str, orders: u64) {
+    eventually("everything is acknowledged", PATIENCE, async || {
+        let found = broker.jetstream.get_consumer_from_stream::<consumer::pull::Config, _, _>(consumer, STREAM).await;
+        let floor = found.unwrap().cached_info().ack_floor.stream_sequence;
+        if floor == orders { Ok(()) } else { Err(floor) }
+    })
+    .await;
+}
+
+/// From publish to durable, at a fixed rate and for orders that come alone, out of the daemon's own histogram.
+async fn latency(plan: &Plan, report: &mut Report) {
+    for (what, rate) in [("at 1,000 orders/s", LATENCY_RATE), ("lone orders, 20/s", 20)] {
+        let server = NatsServer::start().await;
+        let broker = Broker::connect(&server).await;
+        broker.create(stream_config(), consumer_config()).await;
+        let spec = DaemonSpec::new(server.url());
+        let mut daemon = spec.start();
+        daemon.ready().await;
+        let orders = rate * plan.latency_seconds;
+        let mut ticks = tokio::time::interval(Duration::from_secs(1) / u32::try_from(rate).unwrap());
+        let mut receipts = Vec::new();
+        for number in 1..=orders {
+            ticks.tick().await;
+            // The client waits once 5,000 receipts are open, so each is taken as it comes.
+            receipts.push(tokio::spawn(order(&broker, number).await.into_future()));
+        }
+        for receipt in receipts {
+            receipt.await.unwrap().unwrap();
+        }
+        daemon.metric("end_to_end_seconds_count", orders as f64).await;
+        let (_, text) = daemon.get("/metrics").await;
+        let buckets = buckets(&text);
+        for (name, quantile) in [("median", 0.5), ("p99", 0.99)] {
+            report.row(&format!("published to durable, {what}, {name}"), &within(&buckets, quantile), "");
+        }
+        if rate == LATENCY_RATE {
+            idle(&daemon, plan, report).await;
+        }
+        daemon.drain().await;
+    }
+}
+
+async fn idle(daemon: &Daemon, plan: &Plan, report: &mut Report) {
+    let (before, began) = (cpu(daemon), Instant::now());
+    tokio::time::sleep(Duration::from_secs(plan.latency_seconds)).await;
+    let share = (cpu(daemon) - before).as_secs_f64() / began.elapsed().as_secs_f64() * 100.0;
+    report.row("idle CPU", &format!("{share:.2} %"), "");
+}
+
+/// Upper bound in milliseconds and cumulative count of each bucket.
+fn buckets(metrics: &str) -> Vec<(f64, f64)> {
+    let line = |line: &str| {
+        let (bound, count) =
+            line.strip_prefix("order_processor_end_to_end_seconds_bucket{le=\"")?.split_once("\"} ")?;
+        Some((bound.parse::<f64>().unwrap_or(f64::INFINITY) * 1000.0, count.parse().ok()?))
+    };
+    metrics.lines().filter_map(line).collect()
+}
+
+fn within(buckets: &[(f64, f64)], quantile: f64) -> String {
+    let all = buckets.last().map_or(0.0, |(_, count)| *count);
+    let bucket = buckets.iter().find(|(_, count)| *count >= all * quantile);
+    bucket.map_or("?".to_owned(), |(bound, _)| format!("≤ {bound} ms"))
+}
+
+fn resident_peak(daemon: &Daemon) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or_default() * 1024
+}
+
+/// User and system time, at the kernel's 100 ticks a second.
+fn cpu(daemon: &Daemon) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", daemon.pid())).unwrap();
+    let fields = stat.rsplit(") ").next().unwrap();
+    let ticks: u64 = fields.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum();
+    Duration::from_millis(ticks * 10)
+}
+
+fn rate(orders: u64, took: Duration) -> f64 {
+    orders as f64 / took.as_secs_f64()
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+#[derive(Default)]
+struct Report {
+    rows: Vec<[String; 3]>,
+}
+
+impl Report {
+    fn row(&mut self, what: &str, value: &str, ratio: &str) {
+        self.rows.push([what.to_owned(), value.to_owned(), ratio.to_owned()]);
+    }
+
+    fn rate(&mut self, what: &str, rate: f64, ceiling: f64) {
+        self.row(what, &format!("{rate:.0}/s"), &format!("{:.2}", rate / ceiling));
+    }
+
+    /// A Markdown table, then the same as JSON on one line.
+    fn print(&self, plan: &Plan) {
+        let cores = std::thread::available_parallelism().map_or(0, usize::from);
+        let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let load = load.split(' ').next().unwrap_or("?");
+        let mut table = format!(
+            "\n{} orders of {ORDER_BYTES} bytes, {} rounds (median), {cores} cores beside the server, load {load}\n\n\
+             | what | value | of the ceiling |\n|---|---:|---:|\n",
+            plan.orders, plan.rounds
+        );
+        for [what, value, ratio] in &self.rows {
+            writeln!(table, "| {what} | {value} | {ratio} |").unwrap();
+        }
+        println!("{table}");
+        println!("{}", serde_json::json!({ "orders": plan.orders, "cores": cores, "load": load, "rows": self.rows }));
+    }
+}
