@@ -128,6 +128,11 @@ impl Health {
         }
     }
 
+    /// Whether the first signal to stop came.
+    pub fn is_draining(&self) -> bool {
+        self.state().draining
+    }
+
     /// One line for systemd's `STATUS=`.
     pub fn status_line(&self) -> String {
         let state = self.state();

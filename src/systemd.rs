@@ -1,4 +1,4 @@
-//! What systemd is told: ready, stopping, a status line, the watchdog, and more time to start.
+//! What systemd is told: ready, stopping, a status line, the watchdog, and more time to start and to drain.
 //!
 //! Every call is harmless where `NOTIFY_SOCKET` is unset. Verdicts come from [`Health`].
 
@@ -13,8 +13,8 @@ use crate::health::Health;
 /// The status line changes with every batch; systemd's journal and D-Bus need not.
 const STATUS_PAUSE: Duration = Duration::from_secs(5);
 
-/// More time to start, asked for again after a third of it.
-const START_EXTENSION: Duration = Duration::from_secs(30);
+/// More time to start or to drain, asked for again after a third of it.
+const EXTENSION: Duration = Duration::from_secs(30);
 
 /// How often the facts are looked at.
 const LOOK_PAUSE: Duration = Duration::from_secs(1);
@@ -27,33 +27,17 @@ pub async fn run(health: Arc<Health>, shutdown: CancellationToken) {
     let watchdog = sd_notify::watchdog_enabled();
     let pause = watchdog.map_or(LOOK_PAUSE, |interval| LOOK_PAUSE.min(interval / 2));
     let mut report = Report::new(watchdog, pause);
-    while !shutdown.is_cancelled() {
+    loop {
         notify(&report.next(&health, Instant::now()));
+        // Only now, so that a drain that took less than a pause is told as well.
+        if shutdown.is_cancelled() {
+            return;
+        }
         tokio::select! {
             () = shutdown.cancelled() => {}
             () = tokio::time::sleep(pause) => {}
         }
     }
-}
-
-/// The start is over. [`run`] says this by itself.
-pub fn ready() {
-    notify(&[NotifyState::Ready]);
-}
-
-/// The drain has begun.
-pub fn stopping() {
-    notify(&[NotifyState::Stopping]);
-}
-
-/// The line that `systemctl status` shows.
-pub fn status(line: &str) {
-    notify(&[NotifyState::Status(line)]);
-}
-
-/// The start or the stop that is going on needs `by` more from now.
-pub fn extend_timeout(by: Duration) {
-    notify(&[extension(by)]);
 }
 
 fn extension(by: Duration) -> NotifyState<'static> {
@@ -74,6 +58,7 @@ struct Report {
     watchdog: Option<Duration>,
     pause: Duration,
     ready: bool,
+    stopping: bool,
     line: String,
     line_at: Option<Instant>,
     watchdog_at: Option<Instant>,
@@ -83,7 +68,7 @@ struct Report {
 impl Report {
     fn new(watchdog: Option<Duration>, pause: Duration) -> Self {
         let (line, line_at, watchdog_at, extended_at) = (String::new(), None, None, None);
-        Self { watchdog, pause, ready: false, line, line_at, watchdog_at, extended_at }
+        Self { watchdog, pause, ready: false, stopping: false, line, line_at, watchdog_at, extended_at }
     }
 
     fn next(&mut self, health: &Health, now: Instant) -> Vec<NotifyState<'_>> {
@@ -93,10 +78,16 @@ impl Report {
             self.ready = true;
             states.push(NotifyState::Ready);
         }
-        // A server that is down at boot is no reason to kill the unit; a start that hangs is.
-        if !self.ready && live && self.is_due(self.extended_at, START_EXTENSION / 3, now) {
+        if !self.stopping && health.is_draining() {
+            self.stopping = true;
+            self.extended_at = None;
+            states.push(NotifyState::Stopping);
+        }
+        // A server that is down at boot is no reason to kill the unit; a start that hangs is. And a drain has its own
+        // deadline, `shutdown.timeout`, which may be longer than TimeoutStopSec.
+        if (!self.ready || self.stopping) && live && self.is_due(self.extended_at, EXTENSION / 3, now) {
             self.extended_at = Some(now);
-            states.push(extension(START_EXTENSION));
+            states.push(extension(EXTENSION));
         }
         // Nothing is sent for a loop that is wedged: that is what the watchdog is there to find.
         if let Some(interval) = self.watchdog
@@ -201,6 +192,20 @@ mod tests {
     }
 
     #[test]
+    fn a_drain_is_told_once_and_asks_for_time_while_the_loop_ticks() {
+        let mut bench = Bench::new(None);
+        bench.become_ready();
+        bench.run(0..5, true);
+        bench.health.set_draining();
+        let said = bench.run(5..25, true);
+        assert_eq!(only(&said, "STOPPING"), ["5 STOPPING=1"]);
+        assert_eq!(only(&said, "EXTEND"), ["5 EXTEND_TIMEOUT_USEC=30000000", "15 EXTEND_TIMEOUT_USEC=30000000"]);
+        assert_eq!(only(&said, "READY"), [""; 0]);
+        let said = bench.run(25..100, false);
+        assert_eq!(only(&said, "EXTEND").len(), 1, "at 25 s, the loop counts as live for 10 s more");
+    }
+
+    #[test]
     fn the_watchdog_is_fed_in_half_its_interval_while_the_loop_ticks_and_not_after() {
         let mut bench = Bench::new(Some(Duration::from_secs(10)));
         bench.become_ready();
@@ -254,10 +259,7 @@ mod tests {
             received,
             [
                 "READY=1\nWATCHDOG=1\nSTATUS=ready\n",
-                "READY=1\n",
-                "EXTEND_TIMEOUT_USEC=25000000\n",
-                "STATUS=draining\n",
-                "STOPPING=1\n"
+                "STOPPING=1\nEXTEND_TIMEOUT_USEC=30000000\nWATCHDOG=1\nSTATUS=draining, 0 deliveries held\n"
             ]
         );
     }
@@ -267,11 +269,13 @@ mod tests {
     async fn child_says_everything() {
         let bench = Bench::new(None);
         bench.become_ready();
-        let first_look = run(Arc::new(bench.health), CancellationToken::new()).now_or_never();
+        let health = Arc::new(bench.health);
+        let shutdown = CancellationToken::new();
+        let first_look = run(health.clone(), shutdown.clone()).now_or_never();
         assert_eq!(first_look, None, "goes on until shutdown");
-        ready();
-        extend_timeout(Duration::from_secs(25));
-        status("draining");
-        stopping();
+        health.set_draining();
+        shutdown.cancel();
+        let last_look = run(health, shutdown).now_or_never();
+        assert_eq!(last_look, Some(()), "a drain that is over already is told, too");
     }
 }
