@@ -154,8 +154,8 @@ fn run_code(error: &RunError) -> u8 {
             | OpenError::Newer { .. }
             | OpenError::Foreign { .. }
             | OpenError::Held { .. }
+            | OpenError::Damaged { .. }
             | OpenError::Io { .. } => OPERATOR,
-            OpenError::Database { source, .. } if source.class == crate::metrics::DbErrorClass::Corrupt => OPERATOR,
             OpenError::Database { .. } => FAILED,
         },
         RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,

@@ -2,7 +2,7 @@
 //!
 //! There is one store today, [`sqlite`]. A second one would implement the same functions and pass the same tests.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub use sqlite::{Store, Tx};
 
@@ -47,7 +47,7 @@ impl Error {
     }
 }
 
-/// Why the database could not be opened. All but the last two are for the operator to mend.
+/// Why the database could not be opened. All but the last are for the operator to mend.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("database folder {} does not exist; create it, or change database.url", .0.display())]
@@ -74,12 +74,34 @@ pub enum OpenError {
         #[source]
         source: std::io::Error,
     },
+    #[error("{} is damaged; keep the file, and restore a backup", path.display())]
+    Damaged {
+        path: PathBuf,
+        #[source]
+        source: Error,
+    },
     #[error("cannot open {}", path.display())]
     Database {
         path: PathBuf,
         #[source]
         source: Error,
     },
+}
+
+impl OpenError {
+    /// What a failed statement on a database that is being opened means.
+    pub fn database(path: &Path, source: Error) -> Self {
+        let path = path.to_owned();
+        match source.class {
+            DbErrorClass::Corrupt => Self::Damaged { path, source },
+            DbErrorClass::Busy
+            | DbErrorClass::Full
+            | DbErrorClass::Io
+            | DbErrorClass::ReadOnly
+            | DbErrorClass::Constraint
+            | DbErrorClass::Other => Self::Database { path, source },
+        }
+    }
 }
 
 /// What came of claiming the id of a message.

@@ -97,7 +97,7 @@ async fn open(config: &Config, telemetry: &Telemetry) -> Result<(Store, Counts),
         let opened = async {
             let mut store = Store::open(path).await?;
             let counts = store.counts().await;
-            let counts = counts.map_err(|source| OpenError::Database { path: path.clone(), source })?;
+            let counts = counts.map_err(|source| OpenError::database(path, source))?;
             Ok((store, counts))
         };
         match opened.await {

@@ -54,7 +54,7 @@ impl Store {
         require_folder(path)?;
         require_sqlite(path)?;
         let lock = acquire(path, LOCK_PATIENCE).await?;
-        let failed = |source| OpenError::Database { path: path.to_owned(), source };
+        let failed = |source| OpenError::database(path, source);
         if path.exists() {
             require_known_schema(path).await?;
         }
@@ -505,7 +505,7 @@ fn require_sqlite(path: &Path) -> Result<(), OpenError> {
 
 /// Compares the migrations that the file has seen with ours, before any of them runs.
 async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
-    let failed = |source| OpenError::Database { path: path.to_owned(), source };
+    let failed = |source| OpenError::database(path, source);
     let mut connection = connect(&options(path), "opening the database").await.map_err(failed)?;
     let reading = |source| failed(Error::new("reading the schema", source));
     let (tables, ours): (i64, bool) = sqlx::query_as(

@@ -226,6 +226,21 @@ async fn another_programs_database_is_refused_and_kept() {
 }
 
 #[tokio::test]
+async fn a_damaged_database_is_refused_and_kept() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=200).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let mut bytes = std::fs::read(spec.database()).unwrap();
+    // Everything behind the first page, which holds the header and the schema.
+    bytes[4096..].fill(0xff);
+    std::fs::write(spec.database(), &bytes).unwrap();
+    refused(&spec, &["orders.db", "damaged", "restore a backup"]).await;
+    assert!(std::fs::read(spec.database()).unwrap() == bytes, "nothing is repaired and nothing made anew");
+}
+
+#[tokio::test]
 async fn a_database_of_a_newer_version_is_refused_and_kept() {
     let server = NatsServer::start().await;
     let _broker = Broker::story(&server).await;
