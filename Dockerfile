@@ -17,7 +17,8 @@ WORKDIR /build
 COPY Cargo.toml Cargo.lock ./
 RUN mkdir -p src tests/it \
     && touch src/lib.rs tests/it/main.rs \
-    && echo 'fn main() {}' | tee src/main.rs build.rs >/dev/null \
+    && echo 'fn main() {}' >src/main.rs \
+    && cp src/main.rs build.rs \
     && cargo build --locked --profile "$PROFILE" --bin order-processor
 
 # cargo goes by time stamps, and these files may be older than the stand-ins above.

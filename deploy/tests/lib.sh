@@ -113,7 +113,7 @@ make_debian() {
     mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/*.sources 2>/dev/null || true)
     [[ -n $mirror ]] || mirror=$(awk '/^deb / {for (i = 2; i <= NF; i++) if ($i ~ /^http/) {print $i; exit}}' /etc/apt/sources.list)
     echo "making a Debian $codename"
-    debootstrap --variant=minbase --include=ca-certificates,systemd,systemd-sysv,dbus,init-system-helpers,gcc,libc6-dev \
+    debootstrap --variant=minbase --include=ca-certificates,systemd,systemd-sysv,dbus,init-system-helpers,busybox,gcc,libc6-dev \
         "$codename" "$work/debian" "$mirror" >"$work/debootstrap.log" 2>&1 || {
         tail -n 5 "$work/debootstrap.log" >&2
         give_up "debootstrap failed"
