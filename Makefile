@@ -1,9 +1,9 @@
-# What a developer runs; `make` alone lists it. Nothing here needs root or leaves the folder.
+# What a developer runs; `make` alone lists it. Nothing here but deploy-test needs root or leaves the folder.
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test bench lint clean
+.PHONY: help build demo run test bench deploy-test lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: ## compile the daemon (dev profile)
 	cargo build --locked
@@ -19,6 +19,9 @@ test: ## run all tests; ARGS="story" picks some
 
 bench: ## measure the release build against no database at all, about 5 minutes; ARGS=--smoke for a quick look
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo bench --locked --bench bench -- $(ARGS)
+
+deploy-test: ## run what is in deploy/ for real: package, container, Prometheus; as root, 10 minutes; ARGS="systemd" picks
+	@deploy/tests/run.sh $(ARGS)
 
 lint: ## formatting, clippy and rustdoc, warnings are errors
 	cargo fmt --check

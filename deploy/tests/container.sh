@@ -126,6 +126,9 @@ build_image() {
     tar -C "$root" -c Cargo.toml Cargo.lock build.rs LICENSE src migrations config Dockerfile .dockerignore | tar -C "$work/changed" -x
     echo '// changed' >>"$work/changed/src/lib.rs"
     build --build-arg PROFILE=dev --tag order-processor:changed "$work/changed" >"$work/rebuild.log" 2>&1 || tail -n 10 "$work/rebuild.log"
+    # The old builder colours every piece of a line by itself.
+    sed -i 's/\x1b\[[0-9;]*m//g' "$work/build.log" "$work/rebuild.log"
+    claim "the first build is one of everything" grep_or_show 'Compiling tokio' "$work/build.log"
     claim "a change of the sources does not build the dependencies again" fails grep -q 'Compiling tokio' "$work/rebuild.log"
     claim "but does build ours" grep_or_show 'Compiling order-processor' "$work/rebuild.log"
     echo "rebuilt in $((SECONDS - began)) s"
@@ -161,7 +164,7 @@ evidence() {
 }
 
 start_worker() {
-    docker run --detach --name worker --network orders --read-only --cap-drop=ALL --security-opt=no-new-privileges \
+    docker run --detach --name worker --network orders --stop-timeout 30 --read-only --cap-drop=ALL --security-opt=no-new-privileges \
         --volume orders:/data --env ORDER_PROCESSOR__NATS__URL=nats://nats:4222 \
         --env ORDER_PROCESSOR__BATCH__MAX_MESSAGES=20 order-processor >/dev/null
 }
@@ -200,7 +203,7 @@ stop_and_restart() {
     product publish --count 5
     claim "5 orders are processed" eventually 15 processed_exactly 5
     claim "the root file system is read-only and no capability is left" confined
-    docker stop --time 30 worker >/dev/null
+    docker stop worker >/dev/null
     claim "docker stop ends it with 0" equal 0 "$(state .State.ExitCode)"
     docker rm worker >/dev/null
 
@@ -208,7 +211,7 @@ stop_and_restart() {
     product publish --count "$orders"
     start_worker
     eventually 20 processed_more_than 200 || true
-    docker stop --time 30 worker >/dev/null
+    docker stop worker >/dev/null
     claim "exit code 0" equal 0 "$(state .State.ExitCode)"
     claim "it drained" grep -q '"drained"' <(docker logs worker 2>&1)
     local processed
@@ -227,7 +230,7 @@ stop_and_restart() {
     docker stop --time 10 nats >/dev/null
     claim "without a server it turns unhealthy and stays up" eventually 60 is .State.Health.Status unhealthy
     claim "still running" is .State.Status running
-    docker stop --time 30 worker >/dev/null
+    docker stop worker >/dev/null
     claim "and stops with 0 also then" equal 0 "$(state .State.ExitCode)"
     docker rm --force worker nats >/dev/null
     docker network rm orders >/dev/null

@@ -6,6 +6,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 kept=$root/.tools/deploy
 mkdir -p "$kept"
 work=$(mktemp -d)
+nats_server=
 passed=0
 failed=0
 children=()
@@ -129,7 +130,7 @@ free_port() {
 s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-# start_nats PORT FOLDER [ARGUMENT...]: a JetStream server on loopback. Sets $nats_pid.
+# start_nats PORT FOLDER [ARGUMENT...]: a JetStream server, $nats_server, on loopback. Sets $nats_pid.
 start_nats() {
     local port=$1 folder=$2
     shift 2

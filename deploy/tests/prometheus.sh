@@ -85,7 +85,15 @@ schema_of_dashboard() {
             return
         }
     fi
-    claim "the dashboard follows Grafana's schema" check-jsonschema --schemafile "$folder/schema.json" "$here/grafana/dashboards/order-processor.json"
+    # What the Prometheus plugin reads of an annotation is not in the schema of the dashboard.
+    python3 -c '
+import json, sys
+dashboard = json.load(sys.stdin)
+for annotation in dashboard["annotations"]["list"]:
+    for key in ("expr", "step", "titleFormat", "textFormat"):
+        del annotation[key]
+json.dump(dashboard, sys.stdout)' <"$here/grafana/dashboards/order-processor.json" >"$work/dashboard.json"
+    claim "the dashboard follows Grafana's schema" check-jsonschema --schemafile "$folder/schema.json" "$work/dashboard.json"
 }
 
 start_all() {
@@ -141,7 +149,7 @@ answers() {
 ask_rules() {
     step "every expression of the rules"
     claim "Prometheus evaluates all of them" eventually 5 rules_are_healthy
-    local line name selector
+    local name selector
     while IFS=$'\t' read -r name selector; do
         claim "$name: $selector" eventually 5 answers "$selector"
     done < <(selectors)

@@ -185,7 +185,8 @@ reload() {
 }
 
 confinement() {
-    local status=/proc/$(property MainPID)/status
+    local status
+    status=/proc/$(property MainPID)/status
     claim "no capabilities, no new privileges, system calls filtered" equal "0000000000000000 1 2" \
         "$(in_guest cat "$status" | awk '/^(CapBnd|NoNewPrivs|Seccomp):/ {printf "%s%s", separator, $2; separator = " "}')"
     # prlimit64 and /proc/stat are behind filters: the metrics of the process must survive that.
