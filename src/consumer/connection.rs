@@ -55,7 +55,7 @@ impl ConnectError {
 pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<Client, ConnectError> {
     // The client reads the TLS files itself, but does not say which one it could not read.
     require_files(nats).await?;
-    let mut options = authenticate(ConnectOptions::new(), &nats.auth)
+    let mut options = authenticate(ConnectOptions::new(), nats)
         .await?
         .name("order-processor")
         .custom_inbox_prefix(INBOX_PREFIX)
@@ -111,9 +111,14 @@ fn files(nats: &Nats) -> Vec<(&'static str, &Path)> {
     files
 }
 
-async fn authenticate(options: ConnectOptions, auth: &Auth) -> Result<ConnectOptions, ConnectError> {
-    Ok(match auth {
-        Auth::None => options,
+async fn authenticate(options: ConnectOptions, nats: &Nats) -> Result<ConnectOptions, ConnectError> {
+    Ok(match &nats.auth {
+        // The client parses a user in the URL and then logs in without it (async-nats 0.51).
+        Auth::None => match user_in_url(&nats.url) {
+            Some((user, Some(password))) => options.user_and_password(user, password),
+            Some((token, None)) => options.token(token),
+            None => options,
+        },
         Auth::UserPassword { user, password_file } => {
             options.user_and_password(user.clone(), secret("nats.password_file", password_file).await?)
         }
@@ -126,6 +131,27 @@ async fn authenticate(options: ConnectOptions, auth: &Auth) -> Result<ConnectOpt
                 .map_err(|source| ConnectError::Credentials { path: credentials_file.clone(), source })?
         }
     })
+}
+
+/// The first user and password in the list of servers; a name alone is a token, as everywhere with NATS.
+fn user_in_url(servers: &str) -> Option<(String, Option<String>)> {
+    servers.split(',').filter_map(|server| server.trim().parse::<async_nats::ServerAddr>().ok()).find_map(|server| {
+        let user = server.username()?;
+        Some((percent_decoded(user), server.password().map(percent_decoded)))
+    })
+}
+
+/// `%40` is `@`. What is no escape stays as it is.
+fn percent_decoded(text: &str) -> String {
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((first, after)) = rest.split_first() {
+        let escaped = after.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
+        let byte = escaped.filter(|_| *first == b'%').and_then(|hex| u8::from_str_radix(hex, 16).ok());
+        decoded.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&decoded).into_owned()
 }
 
 /// The content of a secret file without the line end that editors leave behind.
@@ -186,4 +212,19 @@ fn note(telemetry: &Telemetry, event: &Event) {
 
 fn is_permission_violation(text: &str) -> bool {
     text.to_ascii_lowercase().contains("permissions violation")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_in_the_url_is_found_and_decoded() {
+        let found = |servers: &str| user_in_url(servers);
+        let pair = |user: &str, password: &str| Some((user.to_owned(), Some(password.to_owned())));
+        assert_eq!(found("nats://a:4222"), None);
+        assert_eq!(found("nats://worker:p%40ss%2c%zz@a:4222"), pair("worker", "p@ss,%zz"));
+        assert_eq!(found("nats://a:4222,tls://worker:secret@b"), pair("worker", "secret"));
+        assert_eq!(found("nats://token@a"), Some(("token".to_owned(), None)));
+    }
 }
