@@ -45,7 +45,7 @@ enum Command {
     Config(ConfigArgs),
     /// Create the stream and the consumer where they are missing
     Setup(SetupArgs),
-    /// Delete the stream with all its messages, or only the consumer; asks first
+    /// Delete the stream with all its messages (asks first), or only the consumer
     Teardown(TeardownArgs),
     /// Publish orders
     Publish(PublishArgs),
@@ -84,6 +84,10 @@ pub fn main(handler: impl Handler) -> ExitCode {
         Ok(reload) => reload,
         Err(error) => return fail(OPERATOR, &chain(&error)),
     };
+    if daemon {
+        // One line like any other, instead of a backtrace in the middle of a JSON log.
+        std::panic::set_hook(Box::new(|panic| tracing::error!(%panic, "panicked")));
+    }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(FAILED, &format!("cannot start the runtime: {error}")),

@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::config::Config;
 use crate::delivery::{Headers, Position, Raw, Reply};
+use crate::errors::chain;
 use crate::health::ConsumerView;
 use crate::metrics::NatsErrorKind;
 use crate::outcome::Acknowledgement;
@@ -41,6 +42,8 @@ const PULL_EXPIRES: Duration = Duration::from_secs(15);
 const PULL_GRACE: Duration = Duration::from_secs(2);
 /// How often [`Consumer::next`] looks at its clocks.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
+/// The client tells of a lost connection by its state alone.
+const LOST_CHECK_EVERY: Duration = Duration::from_millis(50);
 const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
 /// How long the age of the oldest message is waited for.
@@ -159,6 +162,8 @@ pub struct Found {
     pub consumer: ConsumerInfo,
     /// When the oldest message that the ack floor has not passed was published, if that was asked for and there is one.
     oldest_published_at: Option<SystemTime>,
+    /// It was asked for, and the server did not say.
+    age_unknown: bool,
 }
 
 /// Why we are not bound.
@@ -350,7 +355,7 @@ impl Consumer {
         self.reminder.forget();
         let limits = Limits::of(&found.consumer, self.link.as_ref().map_or(0, |link| link.client.max_payload()));
         let (stream, consumer) = (&found.stream.config.name, &found.consumer.name);
-        if rebound {
+        if another_stream || another_consumer {
             self.telemetry.metrics.consumer_rebinds.increment(1);
         }
         if another_stream {
@@ -385,7 +390,7 @@ impl Consumer {
     }
 
     fn not_bound(&mut self, error: &BindError) {
-        let cause = error.to_string();
+        let cause = chain(error);
         match error {
             BindError::Connect(_) | BindError::ClientDead => self.telemetry.connected(Err(cause.clone())),
             BindError::NoStream { .. }
@@ -487,7 +492,7 @@ impl Session {
                 match found {
                     Ok(found) if found.created() != self.created => Err(Trouble::new("stream or consumer was created anew", None)),
                     Ok(found) => {
-                        self.ages &= found.oldest_published_at.is_some() || !found.has_work();
+                        self.ages &= !found.age_unknown;
                         Ok(Step::Seen(found.view()))
                     }
                     Err(error @ (BindError::NoStream { .. } | BindError::NoConsumer { .. })) => {
@@ -612,6 +617,13 @@ impl Link {
         self.client.connection_state() == ConnectionState::Connected
     }
 
+    /// Waits until the connection that was the `connects`th is there no more.
+    async fn lost(&self, connects: u64) {
+        while self.is_connected() && self.connects() == connects {
+            tokio::time::sleep(LOST_CHECK_EVERY).await;
+        }
+    }
+
     fn connects(&self) -> u64 {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }
@@ -708,7 +720,15 @@ async fn bind(
         },
     };
     telemetry.connected(Ok(()));
-    let found = inspect(link.client.clone(), target.clone()).await.and_then(|found| {
+    // A server that shuts down says so before it closes: an answer that will never come must not be waited for.
+    let found = tokio::select! {
+        found = inspect(link.client.clone(), target.clone()) => found,
+        () = link.lost(link.connects()) => Err(BindError::NoAnswer {
+            asked: "a request for stream and consumer",
+            error: "the connection was lost".to_owned(),
+        }),
+    };
+    let found = found.and_then(|found| {
         let mut findings = gate::examine(&found.stream, &found.consumer, target.expectations());
         findings.retain(|finding| finding.severity == Severity::Refused);
         if findings.is_empty() { Ok(found) } else { Err(BindError::Refused(findings)) }
@@ -725,7 +745,10 @@ async fn inspect_with_age(client: Client, target: Target, ages: bool) -> Result<
     let mut found = inspect(client.clone(), target).await?;
     if ages && found.has_work() {
         let oldest = tokio::time::timeout(AGE_PATIENCE, quarantine::oldest_published_at(&client, &found)).await;
-        found.oldest_published_at = oldest.unwrap_or_default();
+        match oldest {
+            Ok(Ok(at)) => found.oldest_published_at = at,
+            Ok(Err(_)) | Err(_) => found.age_unknown = true,
+        }
     }
     Ok(found)
 }
@@ -748,7 +771,7 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found
         ConsumerInfoErrorKind::StreamNotFound => no_stream(),
         _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
     })?;
-    Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None })
+    Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None, age_unknown: false })
 }
 
 /// `None` for a message that the server did not hand out from a stream.

@@ -49,6 +49,7 @@
 //! #[async_trait]
 //! impl Handler for Totals {
 //!     async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
+//!         sqlx::query("CREATE TABLE IF NOT EXISTS totals (id TEXT, cents INTEGER)").execute(tx.sqlite()).await?;
 //!         for delivery in deliveries {
 //!             let order: serde_json::Value = serde_json::from_slice(&delivery.raw.payload)
 //!                 .map_err(|error| Failure::Permanent(format!("not JSON: {error}")))?;

@@ -144,6 +144,32 @@ pub struct DeadLetter<'a> {
     pub error: &'a str,
 }
 
+/// Which ids may go. Times are in nanoseconds since 1970 UTC.
+#[derive(Clone, Copy, Debug)]
+pub struct Prunable {
+    /// Only what was processed before this.
+    pub before_ns: i64,
+    /// And only what the stream no longer holds, if that counts.
+    pub gone: Option<Gone>,
+}
+
+/// What a stream no longer holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Gone {
+    pub below_seq: u64,
+    /// What was processed before the stream was created belongs to one that is gone, whatever its sequence.
+    pub stream_created_ns: i64,
+}
+
+impl Prunable {
+    pub fn covers(&self, processed_at_ns: i64, stream_seq: i64) -> bool {
+        let gone = self.gone.is_none_or(|gone| {
+            u64::try_from(stream_seq).is_ok_and(|seq| seq < gone.below_seq) || processed_at_ns < gone.stream_created_ns
+        });
+        processed_at_ns < self.before_ns && gone
+    }
+}
+
 /// Row counts that operators look at.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Counts {
@@ -156,4 +182,19 @@ pub struct Counts {
 pub struct Sizes {
     pub database: u64,
     pub wal: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_goes_only_when_it_is_old_and_its_message_cannot_come_again() {
+        let auto = Prunable { before_ns: 100, gone: Some(Gone { below_seq: 10, stream_created_ns: 50 }) };
+        assert!(auto.covers(60, 9), "old, and dropped by the stream");
+        assert!(!auto.covers(60, 10), "the stream still has it");
+        assert!(!auto.covers(100, 9), "too young");
+        assert!(auto.covers(40, 1000), "of a stream of the same name that is gone");
+        assert!(Prunable { before_ns: 100, gone: None }.covers(60, 1000), "by age alone");
+    }
 }

@@ -86,17 +86,18 @@ impl Telemetry {
         for (delivery, outcome) in decided {
             let Some(outcome) = outcome else { continue };
             messages += 1;
-            last_seq = last_seq.max(delivery.raw.position.stream_seq);
             self.metrics.outcomes.increment(outcome.kind(), 1);
             match outcome {
                 Outcome::Applied => applied += 1,
                 Outcome::Duplicate => self.metrics.redeliveries.increment(SeenBy::Inbox, 1),
-                Outcome::Retry { .. } => {}
+                // Durable is only that it failed: the message is still to come.
+                Outcome::Retry { .. } => continue,
                 Outcome::DeadLettered { reason, .. } => {
                     dead += 1;
                     self.metrics.dead_letters_total.increment(*reason, 1);
                 }
             }
+            last_seq = last_seq.max(delivery.raw.position.stream_seq);
             let age_ns = now_ns - delivery.raw.position.published_ns as f64;
             self.metrics.end_to_end_seconds.record(age_ns.max(0.0) / 1e9);
         }

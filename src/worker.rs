@@ -22,7 +22,7 @@ use crate::inbox::{Inbox, Outcomes, is_suspect};
 use crate::metrics::{DbErrorClass, Label, SeenBy};
 use crate::outcome::{Acknowledgement, Outcome};
 use crate::retry::RetryPolicy;
-use crate::store::{self, Store};
+use crate::store::{self, Gone, Prunable, Store};
 use crate::telemetry::{Reminder, Telemetry};
 
 /// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
@@ -212,9 +212,9 @@ impl Worker {
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
             }));
         } else if self.prune_due <= now {
-            let (before_ns, below_seq) = self.prunable();
+            let prunable = self.prunable();
             self.job = Some(tokio::spawn(async move {
-                let result = inbox.store().prune(before_ns, below_seq, PRUNE_STEP).await;
+                let result = inbox.store().prune(prunable, PRUNE_STEP).await;
                 if let Err(error) = &result {
                     inbox.store().give_up(error).await;
                 }
@@ -271,18 +271,19 @@ impl Worker {
             }
         }
         self.waiting.put_back(undecided);
-        self.acknowledge(&acknowledgements).await;
+        self.telemetry.held(self.held.len());
+        // While draining this may be the last word.
+        self.acknowledge(&acknowledgements, self.hurry.is_cancelled()).await;
     }
 
-    /// Tells the server; what does not get through is delivered again and is then a duplicate.
-    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)]) {
+    /// Tells the server, and if asked waits until it has the last one, and with it all; what does not get through is delivered again and is then a duplicate.
+    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)], with_receipt: bool) {
         let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return };
         let sending = async {
             for (reply, acknowledgement) in others {
                 self.consumer.acknowledge(reply, *acknowledgement).await?;
             }
-            // While draining this may be the last word: wait until the server has it.
-            if self.hurry.is_cancelled() {
+            if with_receipt {
                 self.consumer.acknowledge_with_receipt(last, *last_acknowledgement).await
             } else {
                 self.consumer.acknowledge(last, *last_acknowledgement).await
@@ -324,7 +325,7 @@ impl Worker {
         self.limits = Some(limits);
     }
 
-    /// Shows that the loop turns, and restarts `ack_wait` for what is held before half of it has passed twice.
+    /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.
     async fn keep_alive(&mut self) {
         self.telemetry.health.tick();
         self.telemetry.held(self.held.len());
@@ -338,7 +339,7 @@ impl Worker {
                 (held.reply.clone(), Acknowledgement::InProgress)
             })
             .collect();
-        self.acknowledge(&due).await;
+        self.acknowledge(&due, false).await;
     }
 
     /// What may be asked of the server: nothing while the database does not take it.
@@ -358,14 +359,17 @@ impl Worker {
         self.held.is_empty() && self.inbox.is_some() && self.view.as_ref().is_some_and(nothing_pending)
     }
 
-    fn prunable(&self) -> (i64, Option<u64>) {
-        let (age, below_seq) = match self.config.inbox.retention {
+    fn prunable(&self) -> Prunable {
+        let (age, gone) = match self.config.inbox.retention {
             // A message that the stream still has can come again, after a reset of the consumer for one.
-            Retention::Auto => (RETENTION_MIN, Some(self.view.as_ref().map_or(0, |view| view.stream_first_seq))),
+            Retention::Auto => {
+                let below_seq = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
+                (RETENTION_MIN, Some(Gone { below_seq, stream_created_ns: self.scheme.stream_created_ns }))
+            }
             Retention::For(age) => (age, None),
         };
         let before = SystemTime::now().checked_sub(age).and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-        (before.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)), below_seq)
+        Prunable { before_ns: before.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)), gone }
     }
 
     fn database_works(&mut self) {
@@ -412,12 +416,12 @@ impl Worker {
         }
         let rest: Vec<_> =
             self.held.drain().map(|(_, held)| (held.reply, Acknowledgement::Nak { delay: Duration::ZERO })).collect();
-        self.acknowledge(&rest).await;
+        self.acknowledge(&rest, true).await;
         if let Some(inbox) = self.inbox.take() {
             inbox.into_store().close().await.map_err(WorkerError::Close)?;
         }
-        let committed = self.telemetry.health.status().committed_messages;
-        tracing::info!(committed, handed_back = rest.len(), "drained");
+        let outcomes = self.telemetry.health.status().committed_messages;
+        tracing::info!(outcomes, handed_back = rest.len(), "drained");
         Ok(())
     }
 

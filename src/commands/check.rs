@@ -35,11 +35,11 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
                         }
                     }
                 }
-                Err(error) => say(false, "consumer", &error.to_string())?,
+                Err(error) => say(false, "consumer", &chain(&error))?,
             }
         }
         Err(error) => {
-            say(false, "connection", &error.to_string())?;
+            say(false, "connection", &chain(&error))?;
             say(false, "consumer", "not looked at without a connection")?;
         }
     }

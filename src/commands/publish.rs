@@ -52,6 +52,8 @@ pub enum PublishError {
         #[source]
         source: std::io::Error,
     },
+    #[error("subject {0:?} cannot be published on; give one without white space, * and >")]
+    Subject(String),
     #[error("line {number} of {} is longer than any server takes", path.display())]
     TooLong { path: PathBuf, number: u64 },
     #[error(
@@ -70,10 +72,15 @@ pub struct Published {
 
 /// Publishes in order. Returns when the server has confirmed each.
 pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, PublishError> {
+    let subject = args.subject.unwrap_or_else(|| format!("{}.new", config.consumer.stream));
+    // The server takes a wildcard for a name like any other, and no filter would mean what it says.
+    if subject.is_empty() || subject.contains(|c: char| c.is_whitespace() || c == '*' || c == '>') {
+        return Err(PublishError::Subject(subject));
+    }
     let client = connection::connect(&config.nats, None).await?;
     let mut publisher = Publisher {
         jetstream: jetstream::new(client),
-        subject: args.subject.unwrap_or_else(|| format!("{}.new", config.consumer.stream)),
+        subject,
         prefix: args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..))),
         number: args.start,
         in_flight: VecDeque::with_capacity(IN_FLIGHT_MAX),

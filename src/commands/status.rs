@@ -76,10 +76,10 @@ async fn learn(config: &Config) -> Status {
     let found = match connection::connect(&config.nats, None).await {
         Ok(client) => consumer::look(&client, &config.consumer.stream, &config.consumer.name)
             .await
-            .map_err(|error| problems.push(error.to_string()))
+            .map_err(|error| problems.push(chain(&error)))
             .ok(),
         Err(error) => {
-            problems.push(error.to_string());
+            problems.push(chain(&error));
             None
         }
     };

@@ -64,8 +64,8 @@ pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<C
         .ping_interval(PING_INTERVAL)
         .max_reconnects(None)
         .reconnect_delay_callback(reconnect_delay)
-        // Our subjects are the server's own reply subjects and names that the settings have checked.
-        .skip_subject_validation(true)
+        // The daemon's subjects are the server's own reply subjects and names that the settings have checked.
+        .skip_subject_validation(telemetry.is_some())
         .event_callback(move |event| {
             if let Some(telemetry) = &telemetry {
                 note(telemetry, &event);

@@ -43,22 +43,28 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
             }
         }
         if let [_] = filters[..] {
-            clean_through.fetch_max(next - 1, Ordering::Relaxed);
+            // Not past one that was found: its term may yet get lost, and then it has to be found again.
+            let found = unreadable.first().map(|(raw, _): &Arrival| raw.position.stream_seq);
+            clean_through.fetch_max(found.unwrap_or(next) - 1, Ordering::Relaxed);
         }
     }
     Ok(unreadable)
 }
 
-/// When the first message beyond the ack floor was published; `None` if there is none or the server does not say.
-pub async fn oldest_published_at(client: &Client, found: &Found) -> Option<SystemTime> {
+/// When the first message beyond the ack floor was published; `None` if there is none.
+///
+/// # Errors
+/// When the server does not say: the permission for it is optional.
+pub async fn oldest_published_at(client: &Client, found: &Found) -> Result<Option<SystemTime>, BindError> {
     let next = found.consumer.ack_floor.stream_sequence + 1;
     let mut oldest: Option<u64> = None;
     for filter in filters(&found.consumer.config) {
-        let stored = next_message(client, &found.consumer.stream_name, next, filter).await.ok()??;
-        let published_ns = stored.published_ns.unsigned_abs();
-        oldest = Some(oldest.map_or(published_ns, |oldest| oldest.min(published_ns)));
+        if let Some(stored) = next_message(client, &found.consumer.stream_name, next, filter).await? {
+            let published_ns = stored.published_ns.unsigned_abs();
+            oldest = Some(oldest.map_or(published_ns, |oldest| oldest.min(published_ns)));
+        }
     }
-    Some(UNIX_EPOCH + Duration::from_nanos(oldest?))
+    Ok(oldest.map(|published_ns| UNIX_EPOCH + Duration::from_nanos(published_ns)))
 }
 
 /// The subjects that the consumer is for.

@@ -1,11 +1,12 @@
 //! The store on SQLite: SQL and nothing else. One connection writes; a transaction is claimed into, applied in, committed.
 //!
 //! A connection whose transaction did not end in a clean commit is never used again. After SQLITE_FULL, for one, SQLite has
-//! rolled back by itself and the driver does not know (FIELD: seen with sqlx 0.9.0); a fresh connection knows.
+//! rolled back by itself and the driver does not know (seen with sqlx 0.9.0); a fresh connection knows.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConn
 use tokio::time::Instant;
 
 use super::lock::{Lock, LockError};
-use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Sizes};
+use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes};
 use crate::delivery::{Delivery, Digest};
 use crate::metrics::{DbErrorClass, Label};
 
@@ -38,6 +39,8 @@ pub struct Store {
     connection: Option<SqliteConnection>,
     /// The last transaction on `connection` ended in a clean commit.
     clean: bool,
+    /// Device and inode of the file that was opened.
+    identity: Option<(u64, u64)>,
     /// The database itself has failed since the last time that everything in the WAL was known to be on disk.
     faulted: bool,
     /// Whether `attempts` may have rows. Only this process writes it, so the happy path need not ask.
@@ -81,6 +84,7 @@ impl Store {
             options,
             connection: Some(connection),
             clean: true,
+            identity: identity(path),
             faulted: false,
             any_attempts,
             _lock: lock,
@@ -90,6 +94,7 @@ impl Store {
     /// Begins the one transaction there can be, on a connection that is known to be sound.
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
         self.abandon().await;
+        self.require_same_file()?;
         let connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.reopen().await?,
@@ -119,6 +124,15 @@ impl Store {
         }
     }
 
+    /// SQLite goes on writing into a file that was deleted or moved away, and what is acknowledged then is gone with it.
+    fn require_same_file(&self) -> Result<(), Error> {
+        if identity(&self.path) == self.identity {
+            return Ok(());
+        }
+        let text = "the file was moved, removed or replaced; put it back, or restart to use what is there now";
+        Err(Error::new("looking for the database file", sqlx::Error::Io(io::Error::new(io::ErrorKind::NotFound, text))))
+    }
+
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
         // Never `create_if_missing` here: a file deleted under us must not come back empty.
         let mut connection = connect(&self.options, "opening the database again").await?;
@@ -142,11 +156,10 @@ impl Store {
         Ok(counts)
     }
 
-    /// Drops up to `limit` of the oldest ids, as long as each was processed before `before_ns` and, if given, its message lies
-    /// below `below_seq` in the stream. Returns how many went; fewer than `limit` means that none is left to drop.
-    pub async fn prune(&mut self, before_ns: i64, below_seq: Option<u64>, limit: u32) -> Result<u64, Error> {
+    /// Drops up to `limit` of the oldest ids, as long as each is `prunable`. Returns how many went; fewer than `limit` means
+    /// that none is left to drop.
+    pub async fn prune(&mut self, prunable: Prunable, limit: u32) -> Result<u64, Error> {
         const DOING: &str = "pruning ids";
-        let below_seq = below_seq.map_or(i64::MAX, to_i64);
         let mut tx = self.begin().await?;
         let oldest: Vec<(i64, i64, i64)> =
             sqlx::query_as("SELECT rowid, processed_at, stream_seq FROM processed_ids ORDER BY rowid LIMIT ?")
@@ -154,7 +167,7 @@ impl Store {
                 .fetch_all(&mut *tx.connection)
                 .await
                 .map_err(|source| tx.fail(DOING, source))?;
-        let droppable = oldest.iter().take_while(|(_, at, seq)| *at < before_ns && *seq < below_seq);
+        let droppable = oldest.iter().take_while(|(_, at, seq)| prunable.covers(*at, *seq));
         let Some((last, _, _)) = droppable.last() else {
             tx.commit().await?;
             return Ok(0);
@@ -452,10 +465,15 @@ impl Error {
             Some(13) => DbErrorClass::Full,
             // Too big, constraint, type mismatch: all about the values of one row.
             Some(18..=20) => DbErrorClass::Constraint,
+            None if matches!(source, sqlx::Error::Io(_)) => DbErrorClass::Io,
             Some(_) | None => DbErrorClass::Other,
         };
         Self { doing, class, source }
     }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {

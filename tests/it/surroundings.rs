@@ -226,6 +226,30 @@ async fn another_programs_database_is_refused_and_kept() {
 }
 
 #[tokio::test]
+async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_until_it_is_back() {
+    let server = NatsServer::start().await;
+    let broker = Broker::story(&server).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    let elsewhere = spec.database().with_extension("elsewhere");
+    std::fs::rename(spec.database(), &elsewhere).unwrap();
+    broker.publish_numbered(6..=10).await;
+    worker.not_ready("database").await;
+    worker.logged(&["the file was moved, removed or replaced"]).await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 5, "nothing of it would be there tomorrow");
+
+    std::fs::rename(&elsewhere, spec.database()).unwrap();
+    broker.acknowledged(10).await;
+    worker.ready().await;
+    spec.db().applied_once(10).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn a_damaged_database_is_refused_and_kept() {
     let server = NatsServer::start().await;
     let broker = Broker::story(&server).await;
