@@ -15,8 +15,8 @@ WORKDIR /build
 # The dependencies alone first: their layer is built again only when they change. For that, cargo needs a package that
 # compiles, with the targets that Cargo.toml names.
 COPY Cargo.toml Cargo.lock ./
-RUN mkdir -p src tests/it \
-    && touch src/lib.rs tests/it/main.rs \
+RUN mkdir -p src tests/it benches \
+    && touch src/lib.rs tests/it/main.rs benches/bench.rs \
     && echo 'fn main() {}' >src/main.rs \
     && cp src/main.rs build.rs \
     && cargo build --locked --profile "$PROFILE" --bin order-processor
