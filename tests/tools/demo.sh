@@ -11,7 +11,7 @@ work=$(mktemp -d)
 
 main() {
     nats_server=$("$tools/nats-server.sh")
-    step "build the daemon"
+    step "build the daemon (the first time takes some minutes)"
     build
 
     step "start $("$nats_server" --version) with JetStream and file storage"
