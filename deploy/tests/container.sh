@@ -30,12 +30,15 @@ main() {
 start_engine() {
     mkdir -p "$engine" "$DOCKER_CONFIG/cli-plugins"
     ln -s "$kept/venv/bin/docker-compose" "$DOCKER_CONFIG/cli-plugins/docker-compose"
-    # The engine changes the firewall, and does not change it back.
+    # One at a time: the engine changes the firewall, and does not change it back. Where another engine is at home, so are its
+    # rules, and they are left alone.
+    exec 9>/run/lock/order-processor-container-test
+    flock --timeout 300 9 || give_up "another container.sh is running"
     iptables-save >"$work/iptables" 2>/dev/null || true
     ip link show docker0 >/dev/null 2>&1 && had_docker0=yes || had_docker0=no
     # Kept between runs: the layers of the dependencies.
     dockerd --data-root "$kept/docker" --exec-root "$engine/exec" --host "unix://$engine/docker.sock" \
-        --pidfile "$engine/pid" >"$engine/log" 2>&1 &
+        --pidfile "$engine/pid" >"$engine/log" 2>&1 9>&- &
     dockerd=$!
     export DOCKER_HOST=unix://$engine/docker.sock
     eventually 30 quietly docker info || give_up "dockerd did not start: $(tail -n 3 "$engine/log")"
@@ -128,7 +131,7 @@ build_image() {
     build --build-arg PROFILE=dev --tag order-processor:changed "$work/changed" >"$work/rebuild.log" 2>&1 || tail -n 10 "$work/rebuild.log"
     # The old builder colours every piece of a line by itself.
     sed -i 's/\x1b\[[0-9;]*m//g' "$work/build.log" "$work/rebuild.log"
-    claim "the first build is one of everything" grep_or_show 'Compiling tokio' "$work/build.log"
+    claim "the first build is one of everything, now or before" grep_or_show 'Compiling tokio\|Using cache\|CACHED' "$work/build.log"
     claim "a change of the sources does not build the dependencies again" fails grep -q 'Compiling tokio' "$work/rebuild.log"
     claim "but does build ours" grep_or_show 'Compiling order-processor' "$work/rebuild.log"
     echo "rebuilt in $((SECONDS - began)) s"
@@ -293,7 +296,8 @@ clean_up() {
     docker network prune --force >/dev/null 2>&1 || true
     docker volume prune --force >/dev/null 2>&1 || true
     end "$dockerd"
-    [[ $had_docker0 == yes ]] || ip link delete docker0 2>/dev/null || true
+    [[ $had_docker0 == no ]] || return 0
+    ip link delete docker0 2>/dev/null || true
     iptables-restore <"$work/iptables" 2>/dev/null || true
 }
 
