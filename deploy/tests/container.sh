@@ -127,7 +127,7 @@ build_image() {
     began=$SECONDS
     mkdir "$work/changed"
     tar -C "$root" -c Cargo.toml Cargo.lock build.rs LICENSE src migrations config Dockerfile .dockerignore | tar -C "$work/changed" -x
-    echo '// changed' >>"$work/changed/src/lib.rs"
+    echo "// changed $(date +%s%N)" >>"$work/changed/src/lib.rs"
     build --build-arg PROFILE=dev --tag order-processor:changed "$work/changed" >"$work/rebuild.log" 2>&1 || tail -n 10 "$work/rebuild.log"
     # The old builder colours every piece of a line by itself.
     sed -i 's/\x1b\[[0-9;]*m//g' "$work/build.log" "$work/rebuild.log"
