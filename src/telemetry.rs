@@ -1,7 +1,7 @@
 //! What the daemon shows of itself, in one place: where a fact belongs to both a metric and the health, both are set together.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::time::Instant;
@@ -20,6 +20,7 @@ pub struct Telemetry {
     pub metrics: Arc<Metrics>,
     pub health: Arc<Health>,
     was_connected: AtomicBool,
+    connection: Mutex<Reminder>,
     processed_ids: AtomicU64,
     dead_letters: AtomicU64,
 }
@@ -30,6 +31,7 @@ impl Telemetry {
             metrics: Arc::new(Metrics::new()),
             health: Arc::new(Health::new()),
             was_connected: AtomicBool::new(false),
+            connection: Mutex::default(),
             processed_ids: AtomicU64::new(0),
             dead_letters: AtomicU64::new(0),
         }
@@ -40,7 +42,13 @@ impl Telemetry {
         if self.was_connected.swap(true, Ordering::Relaxed) {
             self.metrics.nats_reconnects.increment(1);
         }
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).forget();
         self.connected(Ok(()));
+    }
+
+    /// Whether a trouble with the connection is worth a line: the client tells of every attempt.
+    pub fn is_news(&self, trouble: &str) -> bool {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).is_due(trouble)
     }
 
     /// The connection is there, or why not.

@@ -204,7 +204,9 @@ fn note(telemetry: &Telemetry, event: &Event) {
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Server, 1);
         }
         Event::ClientError(error) => {
-            tracing::warn!(%error, "the client reports an error");
+            if telemetry.is_news(&error.to_string()) {
+                tracing::warn!(%error, "the client reports an error");
+            }
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Client, 1);
         }
     }
