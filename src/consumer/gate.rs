@@ -110,6 +110,13 @@ fn consumer_warnings(consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding
             batch * 2
         ));
     }
+    if config.max_bytes > 0 {
+        warn(format!(
+            "consumer {name} allows pulls of at most {} bytes: a larger message blocks it for ever; recreate the consumer without \
+             max_bytes: `nats consumer rm {stream} {name}`, then `order-processor setup`",
+            config.max_bytes
+        ));
+    }
     if !config.backoff.is_empty() {
         warn(format!(
             "consumer {name} has a backoff list: the server adds it to retry delays (allowed for as far as can be) and it replaces \
