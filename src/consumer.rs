@@ -139,8 +139,8 @@ pub type Arrival = (Raw, Reply);
 
 /// What happened on the server's side.
 pub enum Event {
-    /// We are bound. `another_stream`: what was delivered before belongs to a stream that is gone.
-    Bound { limits: Limits, stream_created_ns: i64, another_stream: bool },
+    /// We are bound. `former`: the stream is another one than before, and these deliveries came while that was not known.
+    Bound { limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>> },
     /// In the order in which they came.
     Deliveries(Vec<Arrival>),
     /// A fresh look at stream and consumer.
@@ -375,6 +375,7 @@ impl Consumer {
         self.telemetry.consumer_seen(&view);
         let connects = self.link.as_ref().map_or(0, Link::connects);
         let mut session = Session::new(limits.clone(), created, connects, Instant::now() + self.info_every);
+        let former = another_stream.then(|| self.leftovers());
         if another_stream {
             self.clean_through = Arc::default();
         }
@@ -386,7 +387,19 @@ impl Consumer {
         }
         self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
-        Event::Bound { limits, stream_created_ns, another_stream }
+        Event::Bound { limits, stream_created_ns, former }
+    }
+
+    /// Everything that was delivered before we knew that the stream is another one. The answer to our look came over the same
+    /// connection behind them, so all of them are here by now.
+    fn leftovers(&mut self) -> Vec<Arrival> {
+        let mut leftovers = std::mem::take(&mut self.stash);
+        if let Some(link) = &mut self.link {
+            while let Some(Some(message)) = link.inbox.next().now_or_never() {
+                leftovers.extend(arrival(message));
+            }
+        }
+        leftovers
     }
 
     fn not_bound(&mut self, error: &BindError) {

@@ -176,10 +176,10 @@ impl Worker {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
                     Event::Seen(view) => self.view = Some(view),
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
-                    Event::Bound { limits, stream_created_ns, another_stream } => {
+                    Event::Bound { limits, stream_created_ns, former } => {
                         tick = interval(TICK_MAX.min(limits.ack_wait / 8));
                         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-                        self.bound(limits, stream_created_ns, another_stream);
+                        self.bound(limits, stream_created_ns, former);
                     }
                 },
             }
@@ -315,14 +315,24 @@ impl Worker {
         self.telemetry.held(self.held.len());
     }
 
-    fn bound(&mut self, limits: Limits, stream_created_ns: i64, another_stream: bool) {
-        if another_stream {
-            // What we hold of the old stream is still applied, under its old ids. But an acknowledgement goes by sequence alone
-            // and would hit a message of the new stream.
+    fn bound(&mut self, limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>) {
+        let mut current = Vec::new();
+        if let Some(former) = former {
+            // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
+            // alone and would hit a message of the new stream: nobody is told.
             self.held.clear();
+            for (raw, reply) in former {
+                if raw.position.published_ns < stream_created_ns {
+                    self.telemetry.metrics.deliveries.increment(1);
+                    self.waiting.push(Delivery::new(raw, &self.scheme));
+                } else {
+                    current.push((raw, reply));
+                }
+            }
         }
         self.scheme.stream_created_ns = stream_created_ns;
         self.limits = Some(limits);
+        self.receive(current);
     }
 
     /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.

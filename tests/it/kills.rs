@@ -225,6 +225,43 @@ async fn stream_recreated_under_a_running_worker_loses_no_order() {
     worker.drain().await;
 }
 
+/// The worst moment for it: redeliveries of the old stream lie unread in the worker's socket.
+#[tokio::test]
+async fn redeliveries_of_a_former_stream_are_not_taken_for_messages_of_the_new_one() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.create(stream_config(), short_ack_wait()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    // Applied, and the server does not hear of it: it delivers again, to a worker that does not read.
+    proxy.stall_to_server();
+    broker.publish_numbered(6..=45).await;
+    spec.db().has("orders", 45).await;
+    worker.freeze();
+    eventually("the server delivers again", PATIENCE, async || {
+        at_least(broker.consumer_info().await.delivered.consumer_sequence, 85)
+    })
+    .await;
+    broker.delete_stream().await;
+    broker.create(stream_config(), short_ack_wait()).await;
+    broker.publish_numbered(46..=75).await;
+    proxy.heal();
+    worker.thaw();
+
+    spec.db().has("orders", 75).await;
+    broker.acknowledged(30).await;
+    spec.db().applied_once(75).await;
+    let texts = spec.db().scalar("SELECT count(DISTINCT payload) FROM orders").await;
+    assert_eq!(texts, 75, "no order has two ids");
+    worker.ready().await;
+    worker.drain().await;
+}
+
 #[tokio::test]
 async fn stream_recreated_while_no_worker_runs_loses_no_order() {
     let server = NatsServer::start().await;
