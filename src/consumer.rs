@@ -46,6 +46,10 @@ const CHECK_EVERY: Duration = Duration::from_millis(200);
 const LOST_CHECK_EVERY: Duration = Duration::from_millis(50);
 const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
+/// Looks without an answer in a row after which a new client is made.
+const NO_ANSWERS_MAX: u32 = 3;
+/// The pause after a pull that ended because the next message is larger than the consumer lets us ask for.
+const TOO_LARGE_PAUSE: Duration = Duration::from_secs(1);
 /// How long the age of the oldest message is waited for.
 const AGE_PATIENCE: Duration = Duration::from_secs(1);
 /// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
@@ -107,6 +111,10 @@ struct Session {
     /// When the last pull must be over.
     pull_deadline: Instant,
     pulls: u64,
+    /// No pull before this.
+    pull_due: Instant,
+    /// Something came since the last pull was sent.
+    fruitful: bool,
     last_heard: Instant,
     last_consumer_seq: u64,
     /// The client's count of connections when we bound.
@@ -414,6 +422,10 @@ impl Consumer {
         }
         if let BindError::NoAnswer { .. } = error {
             self.telemetry.metrics.nats_errors.increment(NatsErrorKind::Request, 1);
+            // Perhaps our subscriptions are gone: a server that denied them for a while does not bring them back.
+            if self.failures >= NO_ANSWERS_MAX {
+                self.link = None;
+            }
         }
         if self.reminder.is_due(&cause) {
             tracing::warn!(%cause, "not bound, trying again");
@@ -470,6 +482,8 @@ impl Session {
             outstanding: 0,
             pull_deadline: now,
             pulls: 0,
+            pull_due: now,
+            fruitful: true,
             last_heard: now,
             last_consumer_seq: 0,
             connects,
@@ -530,6 +544,9 @@ impl Session {
     async fn pull(&mut self, link: &Link, target: &Target, room: Room) -> Result<(), Trouble> {
         let window = target.config.batch.max_messages;
         let wanted = room.messages.saturating_sub(self.outstanding).min(self.limits.max_batch.unwrap_or(usize::MAX));
+        if self.pull_due > Instant::now() {
+            return Ok(());
+        }
         if wanted == 0 || room.bytes == 0 || (self.outstanding > 0 && wanted < window.div_ceil(2)) {
             return Ok(());
         }
@@ -555,6 +572,7 @@ impl Session {
             self.last_heard = now;
         }
         self.pulls += 1;
+        self.fruitful = false;
         self.outstanding += wanted;
         self.pull_deadline = now + expires + PULL_GRACE;
         Ok(())
@@ -575,6 +593,7 @@ impl Session {
             let backwards = consumer_seq <= self.last_consumer_seq;
             self.last_consumer_seq = consumer_seq;
             stash.push(arrival);
+            self.fruitful = true;
             // A consumer counts upwards all its life: this is another one, perhaps on another stream of the same name.
             return if backwards { Err(Trouble::new("the consumer counts anew", None)) } else { Ok(()) };
         };
@@ -590,6 +609,9 @@ impl Session {
             }
             (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
                 self.outstanding = self.outstanding.saturating_sub(left);
+                if !self.fruitful {
+                    self.pull_due = Instant::now() + TOO_LARGE_PAUSE;
+                }
                 Ok(())
             }
             (status, _) => {

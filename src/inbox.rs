@@ -67,9 +67,23 @@ impl Inbox {
         &mut self.store
     }
 
-    /// Gives the store back, to be closed.
-    pub fn into_store(self) -> Store {
-        self.store
+    /// Takes a start that had no end off the record, since this process did not crash in it, and closes the database.
+    pub async fn close(mut self) -> Result<(), Error> {
+        if let Some(id) = self.begun.take() {
+            let ended = self.end(&id).await;
+            if let Err(error) = ended {
+                tracing::warn!(message_id = %id, error = %chain(&error), "a run that was put off counts as a crash");
+                self.store.give_up(&error).await;
+            }
+        }
+        self.store.close().await
+    }
+
+    async fn end(&mut self, id: &str) -> Result<(), Error> {
+        let mut tx = self.store.begin().await?;
+        let attempts = tx.attempts(id).await?;
+        tx.set_attempts(id, attempts.ended(), None, now_ns()).await?;
+        tx.commit().await
     }
 
     async fn run(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
@@ -102,7 +116,7 @@ impl Inbox {
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
         for (delivery, kind) in batch.iter().zip(kinds) {
             outcomes.push(match kind {
-                Kind::Defective(reason, error) => dead(reason, error.to_owned()),
+                Kind::Defective(reason, error) => defective(&mut tx, delivery, reason, error, now_ns).await?,
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
                     same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
@@ -304,8 +318,7 @@ async fn single(
 ) -> Result<Outcome, Error> {
     let now_ns = now_ns();
     if let Some((reason, error)) = &delivery.defect {
-        let outcome = dead(*reason, error.clone());
-        bury(tx, delivery, &outcome, now_ns).await?;
+        let outcome = defective(tx, delivery, *reason, error, now_ns).await?;
         tx.forget_attempts(&[delivery]).await?;
         return Ok(outcome);
     }
@@ -356,11 +369,24 @@ async fn failed(
     Ok(outcome)
 }
 
+/// The dead letter of a message that is not applied whatever the handler says; a duplicate if it lies there already.
+async fn defective(
+    tx: &mut Tx<'_>,
+    delivery: &Delivery,
+    reason: Reason,
+    error: &str,
+    now_ns: i64,
+) -> Result<Outcome, Error> {
+    let new = tx.bury(&DeadLetter { delivery, reason, error }, now_ns).await?;
+    Ok(if new { dead(reason, error.to_owned()) } else { Outcome::Duplicate })
+}
+
 /// Writes the dead letter of an outcome that has one.
 async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &Outcome, now_ns: i64) -> Result<(), Error> {
     match outcome {
         Outcome::DeadLettered { reason, error } => {
-            tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await
+            // It may be there: a defective message is written where it is judged, a repetition in the batch with the first.
+            tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await.map(|_new| ())
         }
         Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => Ok(()),
     }

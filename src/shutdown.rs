@@ -32,11 +32,12 @@ pub fn listen(stop: CancellationToken, reload: impl Fn() + Send + 'static) -> io
             if signal == SIGHUP {
                 reload();
             } else if !stop.is_cancelled() {
+                // First, since a log that nobody reads may hold up the line.
+                stop.cancel();
                 tracing::info!(
                     signal = signal_hook::low_level::signal_name(signal),
                     "stopping, once more to stop at once"
                 );
-                stop.cancel();
             }
         }
     });

@@ -428,7 +428,7 @@ impl Worker {
             self.held.drain().map(|(_, held)| (held.reply, Acknowledgement::Nak { delay: Duration::ZERO })).collect();
         self.acknowledge(&rest, true).await;
         if let Some(inbox) = self.inbox.take() {
-            inbox.into_store().close().await.map_err(WorkerError::Close)?;
+            inbox.close().await.map_err(WorkerError::Close)?;
         }
         let outcomes = self.telemetry.health.status().committed_messages;
         tracing::info!(outcomes, handed_back = rest.len(), "drained");

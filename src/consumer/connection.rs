@@ -192,7 +192,11 @@ fn note(telemetry: &Telemetry, event: &Event) {
             telemetry.metrics.nats_errors.increment(NatsErrorKind::SlowConsumer, 1);
         }
         Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) => {
-            tracing::error!(error = %text, "the server denies us a subject");
+            // One line for each kind of subject: the subject of an acknowledgement is another one for each delivery.
+            let kind: String = text.split_inclusive('.').take(2).collect();
+            if telemetry.is_news(&kind) {
+                tracing::error!(error = %text, "the server denies us a subject");
+            }
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
             // Of the others we can do without some; those that we cannot do without show by themselves.
             if text.to_ascii_uppercase().contains("$JS.ACK") {

@@ -13,12 +13,15 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
 use serde::Deserialize;
+use tokio::time::Instant;
 
 use super::{Arrival, BindError, Found};
 use crate::delivery::{Position, Raw, Reply};
 
 /// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
 const SCAN_MAX: usize = 10_000;
+/// How long the search goes on after the first find, which waits for it.
+const AFTER_FIRST: Duration = Duration::from_secs(2);
 /// The name under which a dead letter keeps a header block that cannot be taken apart.
 const RAW_HEADERS: &str = "(header block, base64)";
 
@@ -29,6 +32,7 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
     let to = found.consumer.delivered.stream_sequence;
     let filters = filters(config);
     let mut unreadable = Vec::new();
+    let mut deadline = None;
     for filter in &filters {
         let mut next = from;
         for _ in 0..SCAN_MAX {
@@ -38,8 +42,15 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
                 break;
             };
             next = stored.seq + 1;
-            if let Some(why) = why_unreadable(&stored.headers) {
+            if let Some(why) = why_unreadable(&stored.subject, &stored.headers) {
                 unreadable.push(stored.into_arrival(stream, consumer, why));
+                deadline.get_or_insert_with(|| Instant::now() + AFTER_FIRST);
+            } else if let ([_], None) = (&filters[..], deadline) {
+                // At once: on a long line the next loss comes before the search is through.
+                clean_through.fetch_max(next - 1, Ordering::Relaxed);
+            }
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return Ok(unreadable);
             }
         }
         if let [_] = filters[..] {
@@ -154,11 +165,19 @@ impl Encoded {
     }
 }
 
-/// What the client trips over in a header block; `None` for one that it can read.
+/// What the client trips over in a subject or a header block; `None` for a message that it can read.
 ///
 /// The order of its steps matters: a healthy message taken for an unreadable one would be an order lost (async-nats 0.51,
 /// `connection.rs`). Names and values go through the client's own checks.
-pub fn why_unreadable(block: &[u8]) -> Option<String> {
+pub fn why_unreadable(subject: &str, block: &[u8]) -> Option<String> {
+    // The server's JSON shows bytes that are not UTF-8 as this character.
+    if subject.contains(char::REPLACEMENT_CHARACTER) {
+        return Some("the subject is not UTF-8".to_owned());
+    }
+    // With headers the client splits the line at any white space that Unicode knows.
+    if !block.is_empty() && subject.contains(char::is_whitespace) {
+        return Some(format!("the subject {subject:?} has white space in it"));
+    }
     if block.is_empty() {
         return None;
     }
@@ -205,8 +224,16 @@ mod tests {
             "NATS/1.0\r\nX: trailing\r\r\n\r\n",
             "NATS/1.0 \r\nX: ü\r\n",
         ] {
-            assert_eq!(why_unreadable(block.as_bytes()), None, "{block:?}");
+            assert_eq!(why_unreadable("ORDERS.new", block.as_bytes()), None, "{block:?}");
         }
+    }
+
+    #[test]
+    fn subjects_that_the_client_cannot_take_apart_are_named() {
+        assert_eq!(why_unreadable("ORDERS.ü", b"NATS/1.0\r\n\r\n"), None);
+        assert_eq!(why_unreadable("ORDERS.a\u{a0}b", b""), None);
+        assert!(why_unreadable("ORDERS.a\u{a0}b", b"NATS/1.0\r\n\r\n").is_some());
+        assert!(why_unreadable("ORDERS.a\u{fffd}", b"").is_some());
     }
 
     #[test]
@@ -219,7 +246,7 @@ mod tests {
             (b"NATS/1.0 503\r\n\r\n", "status"),
             (b"HTTP/1.1\r\n\r\n", "NATS/1.0"),
         ] {
-            let said = why_unreadable(block).unwrap_or_else(|| panic!("{block:?} is readable"));
+            let said = why_unreadable("ORDERS.new", block).unwrap_or_else(|| panic!("{block:?} is readable"));
             assert!(said.contains(why), "{said}");
         }
     }

@@ -38,7 +38,10 @@ impl Lock {
             // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
             if is_still_at(&file, &path) {
                 let mut lock = Self { path, file };
-                lock.sign().map_err(LockError::Io)?;
+                // On a full disk nobody learns our name, but the lock is ours all the same.
+                if let Err(error) = lock.sign() {
+                    tracing::warn!(lock = %lock.path.display(), %error, "cannot write who holds the database");
+                }
                 return Ok(lock);
             }
         }

@@ -325,8 +325,8 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Writes a dead letter; the same message twice leaves one.
-    pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<(), Error> {
+    /// Writes a dead letter; `false` if the same message lies there already.
+    pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<bool, Error> {
         let DeadLetter { delivery, reason, error } = letter;
         let mut headers: HashMap<&str, Vec<&str>> = HashMap::new();
         for (name, value) in &delivery.raw.headers {
@@ -346,7 +346,7 @@ impl Tx<'_> {
         let sql = "INSERT INTO dead_letters \
              (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, digest) DO NOTHING";
-        self.execute("writing a dead letter", sql.to_owned(), arguments).await
+        Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await? > 0)
     }
 
     /// The runs over a message that did not succeed so far.
@@ -379,7 +379,7 @@ impl Tx<'_> {
         let sql = "INSERT INTO attempts (id, failed, started, last_error, updated_at) VALUES (?, ?, ?, ?, ?) \
              ON CONFLICT (id) DO UPDATE SET failed = excluded.failed, started = excluded.started, \
              last_error = coalesce(excluded.last_error, last_error), updated_at = excluded.updated_at";
-        self.execute("writing the attempts", sql.to_owned(), arguments).await
+        self.execute("writing the attempts", sql.to_owned(), arguments).await.map(drop)
     }
 
     /// Forgets the attempts of messages that have their outcome.
@@ -400,12 +400,12 @@ impl Tx<'_> {
 
     /// Marks the point that [`Tx::undo`] returns to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
-        self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await
+        self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
 
     /// Keeps what was done since the savepoint.
     pub async fn keep(&mut self) -> Result<(), Error> {
-        self.execute("releasing a savepoint", "RELEASE message".to_owned(), SqliteArguments::default()).await
+        self.execute("releasing a savepoint", "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
 
     /// Undoes what was done since the savepoint.
@@ -413,7 +413,7 @@ impl Tx<'_> {
         const DOING: &str = "returning to a savepoint";
         self.sound = false;
         self.execute(DOING, "ROLLBACK TO message".to_owned(), SqliteArguments::default()).await?;
-        self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await
+        self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
 
     /// Makes it durable: returns after the WAL is on disk.
@@ -426,9 +426,10 @@ impl Tx<'_> {
         Ok(())
     }
 
-    async fn execute(&mut self, doing: &'static str, sql: String, arguments: SqliteArguments) -> Result<(), Error> {
+    /// Returns the number of rows that it changed.
+    async fn execute(&mut self, doing: &'static str, sql: String, arguments: SqliteArguments) -> Result<u64, Error> {
         match sqlx::query_with(AssertSqlSafe(sql), arguments).execute(&mut *self.connection).await {
-            Ok(_) => Ok(()),
+            Ok(done) => Ok(done.rows_affected()),
             Err(source) => Err(self.fail(doing, source)),
         }
     }

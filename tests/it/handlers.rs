@@ -474,6 +474,29 @@ async fn a_broken_statement_of_the_handler_is_trouble_with_the_database_and_cost
 }
 
 #[tokio::test]
+async fn restarts_while_the_database_fails_are_no_crashes_of_the_order_that_waits_for_it() {
+    let bench = Bench::new(consumer_config(), &[("retry.max_attempts", "2")]).await;
+    bench.broker.publish("ledger 1").await;
+    // From its third delivery on its start is on record.
+    bench.hand_back(&[1]).await;
+    bench.hand_back(&[1]).await;
+    let clerk = Clerk::new();
+    for _ in 0..4 {
+        let worker = bench.start(&clerk).await;
+        worker.not_ready("no such table: ledger").await;
+        worker.drain().await;
+        bench.no_open_runs().await;
+    }
+    let mut writer = bench.spec.db().open_to_write().await;
+    sqlx::query("CREATE TABLE ledger (id TEXT NOT NULL)").execute(&mut writer).await.unwrap();
+    let worker = bench.start(&clerk).await;
+    bench.broker.acknowledged(1).await;
+    bench.applied_once(1).await;
+    bench.no_failures().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn the_handler_gets_a_batch_in_stream_order_and_no_id_twice() {
     let bench = Bench::new(patient_consumer_config(), &[]).await;
     let repeated = || headers(&[("Nats-Msg-Id", "order-1")]);
@@ -698,6 +721,12 @@ impl Bench {
     async fn no_failures(&self) {
         assert_eq!(self.spec.db().count("attempts").await, 0, "attempts");
         assert_eq!(self.spec.db().count("dead_letters").await, 0, "dead letters");
+    }
+
+    /// No run is on record as begun and not ended.
+    async fn no_open_runs(&self) {
+        let open = self.spec.db().scalar("SELECT coalesce(sum(started), 0) FROM attempts").await;
+        assert_eq!(open, 0, "runs without an end");
     }
 
     /// The one dead letter that there must be.
