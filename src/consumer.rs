@@ -59,7 +59,7 @@ const CHUNK_MAX: usize = 256;
 
 /// The way to one durable pull consumer.
 pub struct Consumer {
-    target: Target,
+    config: Arc<Config>,
     telemetry: Arc<Telemetry>,
     info_every: Duration,
     state: State,
@@ -77,13 +77,6 @@ pub struct Consumer {
     ack_floor: u64,
     failures: u32,
     reminder: Reminder,
-    bound_once: bool,
-}
-
-/// What to bind to, and what it has to fit.
-#[derive(Clone)]
-struct Target {
-    config: Arc<Config>,
 }
 
 /// `Down` --time or reconnect--> `Binding` --stream and consumer are good--> `Bound` --any trouble--> `Down`.
@@ -220,7 +213,7 @@ struct Trouble {
 impl Consumer {
     pub fn new(config: Arc<Config>, telemetry: Arc<Telemetry>, info_every: Duration) -> Self {
         Self {
-            target: Target { config },
+            config,
             telemetry,
             info_every,
             state: State::Down { until: Instant::now() },
@@ -232,7 +225,6 @@ impl Consumer {
             ack_floor: 0,
             failures: 0,
             reminder: Reminder::default(),
-            bound_once: false,
         }
     }
 
@@ -251,7 +243,7 @@ impl Consumer {
                     } else {
                         sleep_until(*until).await;
                         self.state =
-                            State::Binding(bind(self.target.clone(), self.telemetry.clone(), self.link.take()).boxed());
+                            State::Binding(bind(self.config.clone(), self.telemetry.clone(), self.link.take()).boxed());
                     }
                 }
                 State::Binding(binding) => {
@@ -259,7 +251,9 @@ impl Consumer {
                     self.link = link;
                     match found {
                         Ok(found) => return self.bound(found),
-                        Err(error) if !self.bound_once && error.is_for_the_operator() => return Event::Refused(error),
+                        Err(error) if self.last.is_none() && error.is_for_the_operator() => {
+                            return Event::Refused(error);
+                        }
                         Err(error) => self.not_bound(&error),
                     }
                 }
@@ -269,7 +263,7 @@ impl Consumer {
                         self.lose(Trouble::dead());
                         continue;
                     };
-                    match session.step(link, &self.target, room, self.info_every, &mut self.stash).await {
+                    match session.step(link, &self.config, room, self.info_every, &mut self.stash).await {
                         Ok(Step::Arrived) => {}
                         Ok(Step::Seen(view)) => {
                             if view.ack_floor_consumer_seq > self.ack_floor {
@@ -341,14 +335,12 @@ impl Consumer {
             }
         }
         if link.inbox.drain().await.is_ok() && link.is_connected() {
-            let asked = inspect(link.client.clone(), self.target.clone());
+            let asked = inspect(link.client.clone(), self.config.clone());
             if tokio::time::timeout(Duration::from_secs(1), asked).await.is_err() {
                 tracing::debug!("no answer from the server, what it still sends us comes back after ack_wait");
             }
         }
-        while let Some(Some(message)) = link.inbox.next().now_or_never() {
-            arrived.extend(arrival(message));
-        }
+        link.take_ready(&mut arrived);
         arrived
     }
 
@@ -358,7 +350,6 @@ impl Consumer {
         let another_stream = self.last.is_some_and(|last| last.0 != created.0);
         let another_consumer = self.last.is_some_and(|last| last.1 != created.1);
         self.last = Some(created);
-        self.bound_once = true;
         self.failures = 0;
         self.reminder.forget();
         let limits = Limits::of(&found.consumer, self.link.as_ref().map_or(0, |link| link.client.max_payload()));
@@ -371,7 +362,7 @@ impl Consumer {
         } else if another_consumer {
             tracing::warn!(%consumer, "the consumer was deleted and created anew: messages may come again");
         }
-        for finding in gate::examine(&found.stream, &found.consumer, self.target.expectations()) {
+        for finding in gate::examine(&found.stream, &found.consumer, Expectations::of(&self.config)) {
             if !rebound && finding.severity == Severity::Warned {
                 tracing::warn!("{}", finding.text);
             }
@@ -403,9 +394,7 @@ impl Consumer {
     fn leftovers(&mut self) -> Vec<Arrival> {
         let mut leftovers = std::mem::take(&mut self.stash);
         if let Some(link) = &mut self.link {
-            while let Some(Some(message)) = link.inbox.next().now_or_never() {
-                leftovers.extend(arrival(message));
-            }
+            link.take_ready(&mut leftovers);
         }
         leftovers
     }
@@ -499,12 +488,12 @@ impl Session {
     async fn step(
         &mut self,
         link: &mut Link,
-        target: &Target,
+        config: &Arc<Config>,
         room: Room,
         info_every: Duration,
         stash: &mut Vec<Arrival>,
     ) -> Result<Step, Trouble> {
-        self.pull(link, target, room).await?;
+        self.pull(link, config, room).await?;
         tokio::select! {
             message = link.inbox.next() => {
                 self.take_in(message.ok_or_else(Trouble::dead)?, stash)?;
@@ -536,13 +525,13 @@ impl Session {
                 }
                 Ok(Step::Arrived)
             }
-            _ = self.checks.tick() => self.check(link, target),
+            _ = self.checks.tick() => self.check(link, config),
         }
     }
 
     /// Asks for what there is room for, once that is worth a request: half a window, or anything when nothing is on its way.
-    async fn pull(&mut self, link: &Link, target: &Target, room: Room) -> Result<(), Trouble> {
-        let window = target.config.batch.max_messages;
+    async fn pull(&mut self, link: &Link, config: &Arc<Config>, room: Room) -> Result<(), Trouble> {
+        let window = config.batch.max_messages;
         let wanted = room.messages.saturating_sub(self.outstanding).min(self.limits.max_batch.unwrap_or(usize::MAX));
         if self.pull_due > Instant::now() {
             return Ok(());
@@ -561,7 +550,7 @@ impl Session {
             "expires": expires.as_nanos() as u64,
             "idle_heartbeat": heartbeat.as_nanos() as u64,
         });
-        let consumer = &target.config.consumer;
+        let consumer = &config.consumer;
         let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", consumer.stream, consumer.name);
         let reply = format!("{}.{}", link.subject, self.pulls);
         let sent = link.client.publish_with_reply(subject, reply, request.to_string().into()).await;
@@ -621,7 +610,7 @@ impl Session {
     }
 
     /// What no message tells: a reconnect, silence, a pull whose end got lost, the time for a fresh look.
-    fn check(&mut self, link: &Link, target: &Target) -> Result<Step, Trouble> {
+    fn check(&mut self, link: &Link, config: &Arc<Config>) -> Result<Step, Trouble> {
         let now = Instant::now();
         if link.connects() != self.connects || !link.is_connected() {
             return Err(Trouble::suspicious("the connection was lost"));
@@ -633,15 +622,15 @@ impl Session {
             self.outstanding = 0;
         }
         if self.info.is_none() && now >= self.info_due {
-            self.info = Some(inspect_with_age(link.client.clone(), target.clone(), self.ages).boxed());
+            self.info = Some(inspect_with_age(link.client.clone(), config.clone(), self.ages).boxed());
         }
         Ok(Step::Arrived)
     }
 }
 
 impl Link {
-    async fn new(target: &Target, telemetry: Arc<Telemetry>) -> Result<Self, BindError> {
-        let client = connection::connect(&target.config.nats, Some(telemetry)).await?;
+    async fn new(config: &Arc<Config>, telemetry: Arc<Telemetry>) -> Result<Self, BindError> {
+        let client = connection::connect(&config.nats, Some(telemetry)).await?;
         let subject = client.new_inbox();
         // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
         let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
@@ -650,6 +639,13 @@ impl Link {
 
     fn is_connected(&self) -> bool {
         self.client.connection_state() == ConnectionState::Connected
+    }
+
+    /// Takes every delivery that is here, without waiting for more.
+    fn take_ready(&mut self, arrivals: &mut Vec<Arrival>) {
+        while let Some(Some(message)) = self.inbox.next().now_or_never() {
+            arrivals.extend(arrival(message));
+        }
     }
 
     /// Waits until the connection that was the `connects`th is there no more.
@@ -661,12 +657,6 @@ impl Link {
 
     fn connects(&self) -> u64 {
         self.client.statistics().connects.load(Ordering::Relaxed)
-    }
-}
-
-impl Target {
-    fn expectations(&self) -> Expectations {
-        Expectations::of(&self.config)
     }
 }
 
@@ -743,13 +733,13 @@ impl Trouble {
 
 /// Connects if need be and looks at stream and consumer. Gives the link back in any case.
 async fn bind(
-    target: Target,
+    config: Arc<Config>,
     telemetry: Arc<Telemetry>,
     link: Option<Link>,
 ) -> (Option<Link>, Result<Found, BindError>) {
     let link = match link {
         Some(link) => link,
-        None => match Link::new(&target, telemetry.clone()).await {
+        None => match Link::new(&config, telemetry.clone()).await {
             Ok(link) => link,
             Err(error) => return (None, Err(error)),
         },
@@ -757,27 +747,27 @@ async fn bind(
     telemetry.connected(Ok(()));
     // A server that shuts down says so before it closes: an answer that will never come must not be waited for.
     let found = tokio::select! {
-        found = inspect(link.client.clone(), target.clone()) => found,
+        found = inspect(link.client.clone(), config.clone()) => found,
         () = link.lost(link.connects()) => Err(BindError::NoAnswer {
             asked: "a request for stream and consumer",
             error: "the connection was lost".to_owned(),
         }),
     };
     let found = found.and_then(|found| {
-        let mut findings = gate::examine(&found.stream, &found.consumer, target.expectations());
+        let mut findings = gate::examine(&found.stream, &found.consumer, Expectations::of(&config));
         findings.retain(|finding| finding.severity == Severity::Refused);
         if findings.is_empty() { Ok(found) } else { Err(BindError::Refused(findings)) }
     });
     (Some(link), found)
 }
 
-async fn inspect(client: Client, target: Target) -> Result<Found, BindError> {
-    look(&client, &target.config.consumer.stream, &target.config.consumer.name).await
+async fn inspect(client: Client, config: Arc<Config>) -> Result<Found, BindError> {
+    look(&client, &config.consumer.stream, &config.consumer.name).await
 }
 
 /// The same, and how old the oldest message is that waits, if `ages`.
-async fn inspect_with_age(client: Client, target: Target, ages: bool) -> Result<Found, BindError> {
-    let mut found = inspect(client.clone(), target).await?;
+async fn inspect_with_age(client: Client, config: Arc<Config>, ages: bool) -> Result<Found, BindError> {
+    let mut found = inspect(client.clone(), config).await?;
     if ages && found.has_work() {
         let oldest = tokio::time::timeout(AGE_PATIENCE, quarantine::oldest_published_at(&client, &found)).await;
         match oldest {

@@ -3,6 +3,7 @@
 //! A message is stored once and may be delivered many times; everything here belongs to one handing-out of it.
 
 use std::collections::HashMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use serde_json::value::RawValue;
@@ -32,6 +33,11 @@ pub struct Reply {
     pub subject: String,
     /// Of the delivery that brought this subject; retry delays depend on it.
     pub delivered: u64,
+}
+
+/// Nanoseconds since 1970 UTC, as the server and the tables count time.
+pub fn unix_ns(at: SystemTime) -> i64 {
+    at.duration_since(UNIX_EPOCH).map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX))
 }
 
 /// Where a delivery stands, as its reply subject says (ADR-15 of the NATS project).

@@ -8,13 +8,13 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::OnConflict;
-use crate::delivery::{Delivery, Digest};
+use crate::delivery::{Delivery, Digest, unix_ns};
 use crate::errors::chain;
 use crate::handler::{Failure, Handler};
 use crate::outcome::{Outcome, Reason};
@@ -90,10 +90,10 @@ impl Inbox {
         if batch.iter().any(is_suspect) {
             return self.suspects(batch, hurry).await;
         }
-        if has_rivals(batch) {
+        let Some(sorted) = sort(batch) else {
             return self.one_by_one(batch, hurry).await;
-        }
-        let failure = match self.together(batch).await {
+        };
+        let failure = match self.together(batch, sorted).await {
             Ok(outcomes) => return Ok(outcomes.into_iter().map(Some).collect()),
             Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
             Err(failure) => failure,
@@ -107,10 +107,10 @@ impl Inbox {
     }
 
     /// The path of nearly every message: one claim, one apply, one commit for all.
-    async fn together(&mut self, batch: &[Delivery]) -> Result<Vec<Outcome>, Failure> {
+    async fn together(&mut self, batch: &[Delivery], sorted: Sorted<'_>) -> Result<Vec<Outcome>, Failure> {
         let now_ns = now_ns();
         let mut tx = self.store.begin().await?;
-        let (kinds, unique) = sort(batch);
+        let (kinds, unique) = sorted;
         let mut claims = tx.claim(&unique, now_ns).await?.into_iter();
         let mut new = Vec::with_capacity(unique.len());
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
@@ -413,13 +413,18 @@ enum Kind<'a> {
 }
 
 /// The kind of each message, and those whose ids are to be claimed.
-fn sort(batch: &[Delivery]) -> (Vec<Kind<'_>>, Vec<&Delivery>) {
+type Sorted<'a> = (Vec<Kind<'a>>, Vec<&'a Delivery>);
+
+/// `None` if two messages of the batch differ under one id. Which of them the id belongs to depends on what becomes of the
+/// first, so such a batch runs message by message.
+fn sort(batch: &[Delivery]) -> Option<Sorted<'_>> {
     let mut seen: HashMap<&str, usize> = HashMap::with_capacity(batch.len());
     let mut unique = Vec::with_capacity(batch.len());
     let mut kinds = Vec::with_capacity(batch.len());
     for (index, delivery) in batch.iter().enumerate() {
         kinds.push(match (&delivery.defect, seen.get(delivery.id.as_str())) {
             (Some((reason, error)), _) => Kind::Defective(*reason, error),
+            (None, Some(first)) if batch[*first].digest != delivery.digest => return None,
             (None, Some(first)) => Kind::RepeatOf(*first),
             (None, None) => {
                 seen.insert(&delivery.id, index);
@@ -428,14 +433,7 @@ fn sort(batch: &[Delivery]) -> (Vec<Kind<'_>>, Vec<&Delivery>) {
             }
         });
     }
-    (kinds, unique)
-}
-
-/// Whether two messages of the batch differ under one id. Which of them the id belongs to depends on what becomes of the
-/// first, so such a batch runs message by message.
-fn has_rivals(batch: &[Delivery]) -> bool {
-    let mut seen = HashMap::with_capacity(batch.len());
-    batch.iter().any(|delivery| *seen.entry(delivery.id.as_str()).or_insert(delivery.digest) != delivery.digest)
+    Some((kinds, unique))
 }
 
 impl OnConflict {
@@ -456,8 +454,6 @@ fn dead(reason: Reason, error: String) -> Outcome {
     Outcome::DeadLettered { reason, error }
 }
 
-/// Nanoseconds since 1970 UTC.
 fn now_ns() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
+    unix_ns(SystemTime::now())
 }

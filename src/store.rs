@@ -177,6 +177,13 @@ pub struct Counts {
     pub dead_letters: u64,
 }
 
+/// A file beside the database, such as `orders.db-wal`.
+fn beside(database: &Path, suffix: &str) -> PathBuf {
+    let mut name = database.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
 /// Sizes of the database on disk, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {

@@ -2,11 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
-use crate::delivery::Delivery;
+use crate::delivery::{Delivery, unix_ns};
 use crate::health::{ConsumerView, Health};
 use crate::metrics::{Metrics, SeenBy};
 use crate::outcome::Outcome;
@@ -89,7 +89,7 @@ impl Telemetry {
 
     /// A commit is durable. Messages without an outcome were not part of it.
     pub fn committed<'a>(&self, decided: impl Iterator<Item = (&'a Delivery, &'a Option<Outcome>)>, took: Duration) {
-        let now_ns = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos()) as f64;
+        let now_ns = unix_ns(SystemTime::now());
         let (mut messages, mut last_seq, mut applied, mut dead) = (0_u64, 0, 0, 0);
         for (delivery, outcome) in decided {
             let Some(outcome) = outcome else { continue };
@@ -106,8 +106,8 @@ impl Telemetry {
                 }
             }
             last_seq = last_seq.max(delivery.raw.position.stream_seq);
-            let age_ns = now_ns - delivery.raw.position.published_ns as f64;
-            self.metrics.end_to_end_seconds.record(age_ns.max(0.0) / 1e9);
+            let age_ns = now_ns.saturating_sub(delivery.raw.position.published_ns).max(0);
+            self.metrics.end_to_end_seconds.record(age_ns as f64 / 1e9);
         }
         self.metrics.commit_duration_seconds.record(took.as_secs_f64());
         self.metrics.commit_batch_messages.record(messages as f64);

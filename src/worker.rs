@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use futures_util::future::OptionFuture;
 use tokio::task::{JoinError, JoinHandle};
@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Retention};
 use crate::consumer::{Arrival, BindError, Consumer, Event, Limits, Room};
-use crate::delivery::{Delivery, IdScheme, Reply};
+use crate::delivery::{Delivery, IdScheme, Position, Reply, unix_ns};
 use crate::errors::chain;
 use crate::handler::Handler;
 use crate::health::ConsumerView;
@@ -276,7 +276,8 @@ impl Worker {
         self.acknowledge(&acknowledgements, self.hurry.is_cancelled()).await;
     }
 
-    /// Tells the server, and if asked waits until it has the last one, and with it all; what does not get through is delivered again and is then a duplicate.
+    /// Tells the server, and if asked waits until it has the last one, and with it all. What does not get through is delivered
+    /// again and is then a duplicate.
     async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)], with_receipt: bool) {
         let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return };
         let sending = async {
@@ -299,13 +300,9 @@ impl Worker {
     /// Takes deliveries in. One of a message that we hold already only renews the claim on it: it must not run twice.
     fn receive(&mut self, arrivals: Vec<Arrival>) {
         let now = Instant::now();
-        let metrics = &self.telemetry.metrics;
         for (raw, reply) in arrivals {
             let position = raw.position;
-            metrics.deliveries.increment(1);
-            if position.delivered > 1 {
-                metrics.redeliveries.increment(SeenBy::Server, 1);
-            }
+            self.count(position);
             let held = Held { reply, published_ns: position.published_ns, touched: now };
             match self.held.insert(position.stream_seq, held) {
                 Some(before) if before.published_ns == position.published_ns => {}
@@ -313,6 +310,14 @@ impl Worker {
             }
         }
         self.telemetry.held(self.held.len());
+    }
+
+    fn count(&self, position: Position) {
+        let metrics = &self.telemetry.metrics;
+        metrics.deliveries.increment(1);
+        if position.delivered > 1 {
+            metrics.redeliveries.increment(SeenBy::Server, 1);
+        }
     }
 
     fn bound(&mut self, limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>) {
@@ -323,7 +328,7 @@ impl Worker {
             self.held.clear();
             for (raw, reply) in former {
                 if raw.position.published_ns < stream_created_ns {
-                    self.telemetry.metrics.deliveries.increment(1);
+                    self.count(raw.position);
                     self.waiting.push(Delivery::new(raw, &self.scheme));
                 } else {
                     current.push((raw, reply));
@@ -378,8 +383,7 @@ impl Worker {
             }
             Retention::For(age) => (age, None),
         };
-        let before = SystemTime::now().checked_sub(age).and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-        Prunable { before_ns: before.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)), gone }
+        Prunable { before_ns: SystemTime::now().checked_sub(age).map_or(0, unix_ns), gone }
     }
 
     fn database_works(&mut self) {

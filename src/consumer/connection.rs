@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::{Client, ConnectOptions, Event, ServerError};
+use percent_encoding::percent_decode_str;
 
 use crate::config::{Auth, Nats};
 use crate::metrics::NatsErrorKind;
@@ -136,22 +137,9 @@ async fn authenticate(options: ConnectOptions, nats: &Nats) -> Result<ConnectOpt
 /// The first user and password in the list of servers; a name alone is a token, as everywhere with NATS.
 fn user_in_url(servers: &str) -> Option<(String, Option<String>)> {
     servers.split(',').filter_map(|server| server.trim().parse::<async_nats::ServerAddr>().ok()).find_map(|server| {
-        let user = server.username()?;
-        Some((percent_decoded(user), server.password().map(percent_decoded)))
+        let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+        Some((decoded(server.username()?), server.password().map(decoded)))
     })
-}
-
-/// `%40` is `@`. What is no escape stays as it is.
-fn percent_decoded(text: &str) -> String {
-    let mut decoded = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        let escaped = after.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
-        let byte = escaped.filter(|_| *first == b'%').and_then(|hex| u8::from_str_radix(hex, 16).ok());
-        decoded.push(byte.unwrap_or(*first));
-        rest = if byte.is_some() { &after[2..] } else { after };
-    }
-    String::from_utf8_lossy(&decoded).into_owned()
 }
 
 /// The content of a secret file without the line end that editors leave behind.

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::{Arrival, BindError, Found};
-use crate::delivery::{Position, Raw, Reply};
+use crate::delivery::{Position, Raw, Reply, unix_ns};
 
 /// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
 const SCAN_MAX: usize = 10_000;
@@ -37,26 +37,19 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
         let mut next = from;
         for _ in 0..SCAN_MAX {
             let stored = next_message(&client, stream, next, filter).await?;
-            let Some(stored) = stored.filter(|stored| stored.seq <= to) else {
-                next = to + 1;
-                break;
-            };
+            let Some(stored) = stored.filter(|stored| stored.seq <= to) else { break };
             next = stored.seq + 1;
             if let Some(why) = why_unreadable(&stored.subject, &stored.headers) {
                 unreadable.push(stored.into_arrival(stream, consumer, why));
                 deadline.get_or_insert_with(|| Instant::now() + AFTER_FIRST);
-            } else if let ([_], None) = (&filters[..], deadline) {
-                // At once: on a long line the next loss comes before the search is through.
-                clean_through.fetch_max(next - 1, Ordering::Relaxed);
+            } else if unreadable.is_empty() && filters.len() == 1 {
+                // At once: on a long line the next loss comes before the search is through. And not past one that was found:
+                // its term may yet get lost, and then it has to be found again.
+                clean_through.fetch_max(stored.seq, Ordering::Relaxed);
             }
             if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                 return Ok(unreadable);
             }
-        }
-        if let [_] = filters[..] {
-            // Not past one that was found: its term may yet get lost, and then it has to be found again.
-            let found = unreadable.first().map(|(raw, _): &Arrival| raw.position.stream_seq);
-            clean_through.fetch_max(found.unwrap_or(next) - 1, Ordering::Relaxed);
         }
     }
     Ok(unreadable)
@@ -154,13 +147,12 @@ struct ApiError {
 impl Encoded {
     fn decode(self) -> Result<Stored, base64::DecodeError> {
         // The time is part of the message id: one that we cannot read leaves an id that is still the same each time.
-        let published = humantime::parse_rfc3339(&self.time).ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
         Ok(Stored {
             subject: self.subject,
             seq: self.seq,
             headers: BASE64.decode(&self.hdrs)?,
             payload: BASE64.decode(&self.data)?,
-            published_ns: published.map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)),
+            published_ns: humantime::parse_rfc3339(&self.time).map_or(0, unix_ns),
         })
     }
 }

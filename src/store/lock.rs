@@ -5,6 +5,8 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use super::beside;
+
 /// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
 #[derive(Debug)]
 pub struct Lock {
@@ -23,9 +25,7 @@ pub enum LockError {
 impl Lock {
     /// Takes the lock or says who has it, without waiting.
     pub fn try_acquire(database: &Path) -> Result<Self, LockError> {
-        let mut path = database.as_os_str().to_owned();
-        path.push(".lock");
-        let path = PathBuf::from(path);
+        let path = beside(database, ".lock");
         loop {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false).mode(0o600);

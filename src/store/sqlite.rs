@@ -16,7 +16,7 @@ use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConn
 use tokio::time::Instant;
 
 use super::lock::{Lock, LockError};
-use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes};
+use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside};
 use crate::delivery::{Delivery, Digest};
 use crate::metrics::{DbErrorClass, Label};
 
@@ -185,9 +185,7 @@ impl Store {
     /// What the database takes on disk; a file that cannot be looked at counts as empty.
     pub fn sizes(&self) -> Sizes {
         let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
-        let mut wal = self.path.as_os_str().to_owned();
-        wal.push("-wal");
-        Sizes { database: bytes(&self.path), wal: bytes(Path::new(&wal)) }
+        Sizes { database: bytes(&self.path), wal: bytes(&beside(&self.path, "-wal")) }
     }
 
     /// Moves the WAL into the database file and closes it. The file alone is then the whole database.
