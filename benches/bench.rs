@@ -131,9 +131,7 @@ async fn acknowledged(broker: &Broker, consumer: &str, orders: u64) {
 /// From publish to durable, at a fixed rate and for orders that come alone, out of the daemon's own histogram.
 async fn latency(plan: &Plan, report: &mut Report) {
     for (what, rate) in [("at 1,000 orders/s", LATENCY_RATE), ("lone orders, 20/s", 20)] {
-        let server = NatsServer::start().await;
-        let broker = Broker::connect(&server).await;
-        broker.create(stream_config(), consumer_config()).await;
+        let (server, broker) = Broker::with(consumer_config()).await;
         let spec = DaemonSpec::new(server.url());
         let mut daemon = spec.start();
         daemon.ready().await;

@@ -38,6 +38,18 @@ impl Error {
         }
     }
 
+    /// Whether some of what was to be written may stand in the file all the same.
+    pub fn may_have_written(&self) -> bool {
+        match self.class {
+            DbErrorClass::Busy | DbErrorClass::Constraint => false,
+            DbErrorClass::Full
+            | DbErrorClass::Io
+            | DbErrorClass::ReadOnly
+            | DbErrorClass::Corrupt
+            | DbErrorClass::Other => true,
+        }
+    }
+
     /// Whether time may mend it without the operator.
     pub fn may_pass(&self) -> bool {
         match self.class {

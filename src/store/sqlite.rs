@@ -110,7 +110,7 @@ impl Store {
     /// To be called when work was given up because of `error`: lets go of the file, so that whoever else writes it need not
     /// wait until the work is tried again.
     pub async fn give_up(&mut self, error: &Error) {
-        self.faulted |= !error.is_about_data();
+        self.faulted |= error.may_have_written();
         self.abandon().await;
     }
 
@@ -139,10 +139,17 @@ impl Store {
         if self.faulted {
             // A commit whose fsync failed may stand in the WAL all the same, and its messages will look processed. Copying
             // the WAL into the database writes those pages anew and syncs them; only then may a duplicate be acknowledged.
-            sqlx::query("PRAGMA wal_checkpoint(FULL)")
-                .execute(&mut connection)
+            const DOING: &str = "writing the WAL into the database";
+            let (busy, _, _): (i64, i64, i64) = sqlx::query_as("PRAGMA wal_checkpoint(FULL)")
+                .fetch_one(&mut connection)
                 .await
-                .map_err(|source| Error::new("writing the WAL into the database", source))?;
+                .map_err(|source| Error::new(DOING, source))?;
+            if busy != 0 {
+                // It then wrote a part or nothing, and says so in this row alone.
+                let text = "another program has a transaction open on the database";
+                let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
+                return Err(Error { doing: DOING, class: DbErrorClass::Busy, source });
+            }
             self.faulted = false;
         }
         Ok(connection)
@@ -447,7 +454,7 @@ impl Tx<'_> {
     fn fail(&mut self, doing: &'static str, source: sqlx::Error) -> Error {
         self.sound = false;
         let error = Error::new(doing, source);
-        *self.faulted |= !error.is_about_data();
+        *self.faulted |= error.may_have_written();
         error
     }
 }

@@ -54,8 +54,7 @@ fn full_name(name: &str) -> String {
 
 #[tokio::test]
 async fn every_metric_is_there_from_the_start_with_help_and_type() {
-    let server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -95,8 +94,7 @@ async fn every_metric_is_there_from_the_start_with_help_and_type() {
 
 #[tokio::test]
 async fn metrics_follow_the_orders() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -137,8 +135,7 @@ async fn metrics_follow_the_orders() {
 
 #[tokio::test]
 async fn promtool_finds_no_fault_with_the_metrics() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -195,8 +192,7 @@ async fn readiness_names_the_cause_and_comes_when_the_stream_appears() {
 
 #[tokio::test]
 async fn idle_is_ready_and_live() {
-    let server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -207,8 +203,7 @@ async fn idle_is_ready_and_live() {
 
 #[tokio::test]
 async fn status_is_json_and_unknown_paths_are_not_found() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -230,8 +225,7 @@ async fn status_is_json_and_unknown_paths_are_not_found() {
 
 #[tokio::test]
 async fn readiness_is_gone_and_metrics_stay_while_the_server_is_away() {
-    let mut server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (mut server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;

@@ -226,8 +226,7 @@ async fn duplicates_within_one_batch_and_across_restarts_have_no_second_effect()
 
 #[tokio::test]
 async fn a_redelivered_message_is_acknowledged_without_a_second_effect() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=20).await;
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -246,8 +245,7 @@ async fn a_redelivered_message_is_acknowledged_without_a_second_effect() {
 
 #[tokio::test]
 async fn an_empty_payload_and_one_of_a_mebibyte_are_orders_like_any_other() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let largest: Vec<u8> = (0..1024 * 1024).map(|n| u8::try_from(n % 251).unwrap()).collect();
     broker.publish_to("ORDERS.new", HeaderMap::new(), Vec::new()).await;
@@ -284,9 +282,7 @@ async fn a_message_larger_than_the_byte_limit_of_a_batch_does_not_block_the_rest
 /// neither be lost nor stand in the way of the others.
 #[tokio::test]
 async fn messages_that_no_client_can_parse_are_dead_letters_and_harm_no_neighbour() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), consumer_config()).await;
+    let (server, broker) = Broker::with(consumer_config()).await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;

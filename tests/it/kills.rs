@@ -5,7 +5,7 @@ use std::time::Duration;
 use async_nats::jetstream::consumer;
 
 use crate::support::nats::{consumer_config, headers, patient_consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, FaultProxy, NatsServer, PATIENCE, at_least, equal, eventually};
+use crate::support::{Broker, DaemonSpec, FaultProxy, PATIENCE, at_least, equal, eventually};
 
 /// What a killed worker held comes again after a second, so that the tests need not wait for half a minute.
 fn short_ack_wait() -> consumer::pull::Config {
@@ -19,9 +19,7 @@ async fn killed_at_thirty_random_moments_it_applies_each_order_once() {
     let seed = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| fastrand::u64(..));
     println!("seed {seed}: SEED={seed} plays the same moments again");
     let mut random = fastrand::Rng::with_seed(seed);
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=ORDERS).await;
     // Small batches make many moments: each has its claim, its commit and its acknowledgements.
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "8");
@@ -50,9 +48,7 @@ async fn killed_at_thirty_random_moments_it_applies_each_order_once() {
 
 #[tokio::test]
 async fn killed_while_frozen_between_delivery_and_commit_it_loses_nothing() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=2_000).await;
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
     let mut worker = spec.start();
@@ -71,9 +67,7 @@ async fn killed_while_frozen_between_delivery_and_commit_it_loses_nothing() {
 
 #[tokio::test]
 async fn a_worker_that_was_frozen_past_ack_wait_goes_on_and_applies_nothing_twice() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=2_000).await;
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
     let mut worker = spec.start();
@@ -98,9 +92,7 @@ async fn a_worker_that_was_frozen_past_ack_wait_goes_on_and_applies_nothing_twic
 
 #[tokio::test]
 async fn server_killed_in_the_middle_of_a_backlog_brings_no_order_twice_and_loses_none() {
-    let mut server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (mut server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=5_000).await;
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
     let mut worker = spec.start();
@@ -118,8 +110,7 @@ async fn server_killed_in_the_middle_of_a_backlog_brings_no_order_twice_and_lose
 
 #[tokio::test]
 async fn after_a_clean_server_restart_orders_flow_again_without_a_worker_restart() {
-    let mut server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (mut server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -140,9 +131,7 @@ async fn after_a_clean_server_restart_orders_flow_again_without_a_worker_restart
 
 #[tokio::test]
 async fn cut_connections_lose_nothing_and_deliveries_flow_again() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=10_000).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "64");
@@ -158,9 +147,7 @@ async fn cut_connections_lose_nothing_and_deliveries_flow_again() {
 
 #[tokio::test]
 async fn acknowledgements_lost_on_the_way_make_duplicates_and_no_second_effect() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
     let mut worker = spec.start();
@@ -183,9 +170,7 @@ async fn acknowledgements_lost_on_the_way_make_duplicates_and_no_second_effect()
 
 #[tokio::test]
 async fn a_dead_cable_is_noticed_and_deliveries_flow_again_when_it_lives() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
     let mut worker = spec.start();
@@ -204,8 +189,7 @@ async fn a_dead_cable_is_noticed_and_deliveries_flow_again_when_it_lives() {
 
 #[tokio::test]
 async fn stream_recreated_under_a_running_worker_loses_no_order() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -228,9 +212,7 @@ async fn stream_recreated_under_a_running_worker_loses_no_order() {
 /// The worst moment for it: redeliveries of the old stream lie unread in the worker's socket.
 #[tokio::test]
 async fn redeliveries_of_a_former_stream_are_not_taken_for_messages_of_the_new_one() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
     let mut worker = spec.start();
@@ -264,8 +246,7 @@ async fn redeliveries_of_a_former_stream_are_not_taken_for_messages_of_the_new_o
 
 #[tokio::test]
 async fn stream_recreated_while_no_worker_runs_loses_no_order() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=5).await;
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -281,8 +262,7 @@ async fn stream_recreated_while_no_worker_runs_loses_no_order() {
 
 #[tokio::test]
 async fn stream_deleted_under_a_running_worker_is_not_ready_until_it_is_back() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -299,8 +279,7 @@ async fn stream_deleted_under_a_running_worker_is_not_ready_until_it_is_back() {
 
 #[tokio::test]
 async fn consumer_recreated_under_a_running_worker_repeats_nothing_and_loses_nothing() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -318,8 +297,7 @@ async fn consumer_recreated_under_a_running_worker_repeats_nothing_and_loses_not
 
 #[tokio::test]
 async fn a_purged_stream_goes_on_with_what_is_published_next() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;

@@ -20,9 +20,7 @@ async fn worker_in_the_middle(spec: &DaemonSpec) -> Daemon {
 const BACKLOG: i64 = 20_000;
 
 async fn backlog() -> (NatsServer, Broker, DaemonSpec) {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), patient_consumer_config()).await;
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
     broker.publish_numbered(1..=BACKLOG.unsigned_abs()).await;
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
     (server, broker, spec)
@@ -65,9 +63,7 @@ async fn sigint_drains_like_sigterm() {
 
 #[tokio::test]
 async fn sigterm_over_a_slow_network_hands_back_also_what_was_on_its_way() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), patient_consumer_config()).await;
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
     broker.publish_numbered(1..=1_000).await;
     let proxy = FaultProxy::start(server.address()).await;
     proxy.delay(Duration::from_millis(20));
@@ -84,8 +80,7 @@ async fn sigterm_over_a_slow_network_hands_back_also_what_was_on_its_way() {
 
 #[tokio::test]
 async fn sigterm_on_an_idle_worker_ends_it_and_leaves_one_clean_database_file() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -227,8 +222,7 @@ fn short_ack_wait() -> async_nats::jetstream::consumer::pull::Config {
 
 #[tokio::test]
 async fn sigterm_while_the_server_is_frozen_ends_within_the_deadline() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "3s");
     let mut worker = spec.start();
     worker.ready().await;
@@ -245,8 +239,7 @@ async fn sigterm_while_the_server_is_frozen_ends_within_the_deadline() {
 
 #[tokio::test]
 async fn sigterm_while_the_server_is_away_ends_it() {
-    let mut server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (mut server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE);
     let mut worker = spec.start();
     worker.ready().await;
@@ -261,9 +254,7 @@ async fn sigterm_while_the_server_is_away_ends_it() {
 
 #[tokio::test]
 async fn sigterm_over_a_dead_cable_ends_within_the_deadline_and_loses_nothing() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), short_ack_wait()).await;
+    let (server, broker) = Broker::with(short_ack_wait()).await;
     broker.publish_numbered(1..=2_000).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "16").set("shutdown.timeout", "3s");
@@ -282,9 +273,7 @@ async fn sigterm_over_a_dead_cable_ends_within_the_deadline_and_loses_nothing() 
 
 #[tokio::test]
 async fn a_drain_while_the_database_is_busy_acknowledges_what_is_committed_and_hands_back_the_rest() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    broker.create(stream_config(), patient_consumer_config()).await;
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE).set("batch.max_messages", "16");
     let mut worker = spec.start();
     worker.ready().await;
@@ -317,8 +306,7 @@ async fn a_drain_while_the_database_is_busy_acknowledges_what_is_committed_and_h
 
 #[tokio::test]
 async fn sighup_reloads_the_log_level_and_nothing_stops() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let file = spec.folder().join("config.toml");
     std::fs::write(&file, "[log]\nlevel = \"info\"\n").unwrap();

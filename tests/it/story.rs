@@ -12,8 +12,7 @@ use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually
 
 #[tokio::test]
 async fn five_orders_then_a_stop_then_five_more_end_at_ack_floor_ten() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
 
     broker.publish_numbered(1..=5).await;
@@ -40,8 +39,7 @@ async fn five_orders_then_a_stop_then_five_more_end_at_ack_floor_ten() {
 
 #[tokio::test]
 async fn the_record_of_an_order_has_its_subject_position_and_time() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish("Order Data 1").await;
     let stored = broker.jetstream.get_stream("ORDERS").await.unwrap().get_raw_message(1).await.unwrap();
@@ -60,8 +58,7 @@ async fn the_record_of_an_order_has_its_subject_position_and_time() {
 
 #[tokio::test]
 async fn until_idle_processes_what_is_pending_and_ends() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
 
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -98,8 +95,7 @@ async fn setup_makes_the_storys_stream_and_consumer_and_may_be_repeated() {
 
 #[tokio::test]
 async fn teardown_asks_first() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish("Order Data 1").await;
 
@@ -117,8 +113,7 @@ async fn teardown_asks_first() {
 
 #[tokio::test]
 async fn publish_gives_every_order_an_id_of_its_own() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
 
     spec.run_ok(&["publish", "--count", "3"]).await;
@@ -138,8 +133,7 @@ async fn publish_gives_every_order_an_id_of_its_own() {
 
 #[tokio::test]
 async fn publish_takes_orders_from_a_file_one_a_line() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let lines = ["Order Data 1", r#"{"id": "ü-2", "total": 1e400}"#, "Order Data 1"];
     // No line break after the last one: it is an order all the same.
@@ -156,8 +150,7 @@ async fn publish_takes_orders_from_a_file_one_a_line() {
 
 #[tokio::test]
 async fn publish_takes_orders_from_standard_input_and_known_ids_are_no_new_orders() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let publish = || {
         let mut child =
@@ -177,8 +170,7 @@ async fn publish_takes_orders_from_standard_input_and_known_ids_are_no_new_order
 
 #[tokio::test]
 async fn status_as_json_says_where_everything_is() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=7).await;
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -203,8 +195,7 @@ async fn status_as_json_says_where_everything_is() {
 
 #[tokio::test]
 async fn status_works_beside_a_running_daemon() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -242,8 +233,7 @@ async fn healthcheck_follows_readiness() {
 
 #[tokio::test]
 async fn check_says_ok_line_by_line_and_fails_if_any_fails() {
-    let mut server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (mut server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let finished = spec.run_ok(&["check"]).await;
     assert!(finished.stdout.lines().count() >= 4, "config, connection, start gate, database: {finished:?}");

@@ -37,8 +37,7 @@ fn snapshot(folder: &Path) -> Vec<(String, Vec<u8>)> {
 
 #[tokio::test]
 async fn no_server_at_start_is_waited_for() {
-    let mut server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (mut server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     server.stop().await;
     let mut worker = spec.start();
@@ -74,8 +73,7 @@ async fn sigterm_ends_the_wait_for_a_stream_at_once() {
 
 #[tokio::test]
 async fn sigterm_right_after_the_start_is_never_lost() {
-    let server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (server, _broker) = Broker::story().await;
     // From before the handlers are installed, when the kernel itself ends the process, to after the first pull.
     for delay_ms in (0..200).step_by(10) {
         let spec = DaemonSpec::new(server.url());
@@ -177,8 +175,7 @@ async fn what_will_hurt_some_day_is_warned_of_and_works() {
 
 #[tokio::test]
 async fn a_taken_http_port_is_refused() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     broker.publish("Order Data 1").await;
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -227,8 +224,7 @@ async fn another_programs_database_is_refused_and_kept() {
 
 #[tokio::test]
 async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_until_it_is_back() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -251,8 +247,7 @@ async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_
 
 #[tokio::test]
 async fn a_damaged_database_is_refused_and_kept() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=200).await;
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -266,8 +261,7 @@ async fn a_damaged_database_is_refused_and_kept() {
 
 #[tokio::test]
 async fn a_database_of_a_newer_version_is_refused_and_kept() {
-    let server = NatsServer::start().await;
-    let _broker = Broker::story(&server).await;
+    let (server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     spec.run_ok(&["run", "--until-idle"]).await;
     let mut writer = spec.db().open_to_write().await;
@@ -284,8 +278,7 @@ async fn a_database_of_a_newer_version_is_refused_and_kept() {
 
 #[tokio::test]
 async fn a_second_daemon_on_the_same_database_is_told_who_holds_it() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut first = spec.start();
     first.ready().await;
@@ -301,8 +294,7 @@ async fn a_second_daemon_on_the_same_database_is_told_who_holds_it() {
 
 #[tokio::test]
 async fn a_second_daemon_takes_over_when_the_first_one_ends() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut first = spec.start();
     first.ready().await;
@@ -351,8 +343,7 @@ async fn a_busy_database_holds_up_and_costs_nothing() {
 
 #[tokio::test]
 async fn a_database_that_is_busy_at_the_start_is_waited_for() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=5).await;
     // Makes the file, and somebody else then has it before the daemon starts again.
@@ -373,8 +364,7 @@ async fn a_database_that_is_busy_at_the_start_is_waited_for() {
 /// The disk refuses to make anything durable, as long as the tracer lives.
 #[tokio::test]
 async fn nothing_is_acknowledged_when_the_commit_itself_fails_and_all_is_applied_once_when_it_works_again() {
-    let server = NatsServer::start().await;
-    let broker = Broker::story(&server).await;
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;

@@ -172,11 +172,17 @@ impl Broker {
         Self { jetstream: jetstream::new(client.clone()), client }
     }
 
-    /// The server of the story, with its stream and consumer.
-    pub async fn story(server: &NatsServer) -> Self {
-        let broker = Self::connect(server).await;
-        broker.create(stream_config(), consumer_config()).await;
-        broker
+    /// A server of its own with the stream and the consumer of the story, and a client of it: how most tests begin.
+    pub async fn story() -> (NatsServer, Self) {
+        Self::with(consumer_config()).await
+    }
+
+    /// As [`story`](Self::story), with a consumer that differs.
+    pub async fn with(consumer: consumer::pull::Config) -> (NatsServer, Self) {
+        let server = NatsServer::start().await;
+        let broker = Self::connect(&server).await;
+        broker.create(stream_config(), consumer).await;
+        (server, broker)
     }
 
     pub async fn create(&self, stream: stream::Config, consumer: consumer::pull::Config) {
