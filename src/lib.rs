@@ -24,7 +24,7 @@
 //! # Invariants, and where they are proven (`tests/it`)
 //!
 //! - Acknowledged only after the commit: `handlers::nothing_is_acknowledged_*`, `stopping::a_commit_that_waits_*`.
-//! - Applied once, whenever the process is killed: `kills::killed_at_thirty_random_moments_*`.
+//! - Applied once, whenever the process is killed: `kills::killed_at_thirty_random_moments_*`, `torture::*`.
 //! - One bad order harms no neighbour: `handlers::*`.
 //! - What is held is never run twice and never redelivered for slowness: `handlers::a_handler_slower_than_ack_wait_*`.
 //! - A sequence is no identity: `kills::stream_recreated_*`.

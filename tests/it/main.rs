@@ -13,3 +13,4 @@ mod stopping;
 mod story;
 mod support;
 mod surroundings;
+mod torture;

@@ -39,8 +39,13 @@ impl DaemonSpec {
 
     /// Sets a setting such as `retry.min_delay` through its environment variable.
     pub fn set(mut self, key: &str, value: impl Into<OsString>) -> Self {
-        self.environment.insert(variable(key), value.into());
+        self.change(key, value);
         self
+    }
+
+    /// As [`set`](Self::set), between two daemons.
+    pub fn change(&mut self, key: &str, value: impl Into<OsString>) {
+        self.environment.insert(variable(key), value.into());
     }
 
     /// Leaves a setting to its default.
@@ -281,9 +286,12 @@ impl Daemon {
 
     /// Every sample of `/metrics`, by its name with labels as written there.
     pub async fn metrics(&self) -> Metrics {
-        let (status, body) = self.get("/metrics").await;
-        assert_eq!(status, 200, "{body}");
-        Metrics::parse(&body)
+        self.try_metrics().await.unwrap_or_else(|error| panic!("GET /metrics: {error}"))
+    }
+
+    pub async fn try_metrics(&self) -> Result<Metrics, String> {
+        let (status, body) = self.try_get("/metrics").await?;
+        if status == 200 { Ok(Metrics::parse(&body)) } else { Err(body) }
     }
 
     /// Waits until a metric has this value.
