@@ -1,6 +1,6 @@
 # What a developer runs; `make` alone lists it. Nothing here but deploy-test needs root or leaves the folder.
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test torture bench deploy-test lint clean
+.PHONY: help build demo run test torture bench deb deploy-test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,11 @@ torture: ## kill, freeze and cut worker and server at random, 2 minutes; ROUNDS=
 
 bench: ## measure the release build against no database at all, about 5 minutes; ARGS=--smoke for a quick look
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo bench --locked --bench bench -- $(ARGS)
+
+deb: ## build the Debian package with cargo-deb (cargo install --locked cargo-deb): target/debian/*.deb
+	cargo build --release --locked
+	deploy/debian/documents.sh "$${CARGO_TARGET_DIR:-target}/release/order-processor"
+	cargo deb --no-build
 
 deploy-test: ## run what is in deploy/ for real: package, container, Prometheus; as root, 10 minutes; ARGS="systemd" picks
 	@deploy/tests/run.sh $(ARGS)

@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
+use crate::commands::completions::CompletionsArgs;
 use crate::commands::publish::PublishArgs;
 use crate::commands::run::RunError;
 use crate::commands::setup::{SetupArgs, TeardownArgs};
 use crate::commands::status::StatusArgs;
-use crate::commands::{check, config, healthcheck, publish, run, setup, status};
+use crate::commands::{check, completions, config, healthcheck, man, publish, run, setup, status};
 use crate::config::{Config, Loaded, LogFormat};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -26,13 +27,21 @@ const OPERATOR: u8 = 2;
 
 /// Applies each order of a JetStream stream once: acknowledged only after its effect is durable.
 #[derive(Debug, Parser)]
-#[command(name = "order-processor", version)]
+#[command(name = "order-processor", version, subcommand_value_name = "COMMAND")]
 struct Cli {
     /// Settings file (TOML) [default: /etc/order-processor/config.toml, if it exists]
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
     #[command(subcommand)]
-    command: Command,
+    command: Chosen,
+}
+
+#[derive(Debug, Subcommand)]
+enum Chosen {
+    #[command(flatten)]
+    Work(Command),
+    #[command(flatten)]
+    Print(Document),
 }
 
 #[derive(Debug, Subcommand)]
@@ -55,6 +64,16 @@ enum Command {
     Healthcheck,
 }
 
+/// What the binary says about itself, whatever the settings are.
+#[derive(Debug, Subcommand)]
+enum Document {
+    /// Print a script that completes commands and options in a shell
+    #[command(after_help = "In bash, for this session: source <(order-processor completions bash)")]
+    Completions(CompletionsArgs),
+    /// Print the manual page; to read it: order-processor man | man -l -
+    Man,
+}
+
 #[derive(Debug, Args)]
 struct RunArgs {
     /// Process what is pending, then exit
@@ -72,13 +91,17 @@ struct ConfigArgs {
 /// The whole program around a handler. A daemon of your own is a `main` that calls this with your [`Handler`].
 pub fn main(handler: impl Handler) -> ExitCode {
     // Exits by itself, with 2 for wrong flags.
-    let cli = Cli::parse();
-    let loaded = match Config::load(cli.config.as_deref(), std::env::vars_os()) {
+    let Cli { config, command } = Cli::parse();
+    let command = match command {
+        Chosen::Work(command) => command,
+        Chosen::Print(document) => return answer(document.print(&mut io::stdout()).map(|()| true)),
+    };
+    let loaded = match Config::load(config.as_deref(), std::env::vars_os()) {
         Ok(loaded) => loaded,
         Err(problems) => return fail(OPERATOR, &problems.to_string()),
     };
     // What a command prints is its answer; logs of a command that is no daemon are for people.
-    let daemon = matches!(cli.command, Command::Run(_));
+    let daemon = matches!(command, Command::Run(_));
     let format = if daemon { loaded.config.log.format } else { LogFormat::Text };
     let reload = match logging::init(&loaded.config.log.level, format) {
         Ok(reload) => reload,
@@ -92,19 +115,34 @@ pub fn main(handler: impl Handler) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(FAILED, &format!("cannot start the runtime: {error}")),
     };
-    let code = runtime.block_on(dispatch(cli, loaded, handler, reload));
+    let code = runtime.block_on(dispatch(command, config, loaded, handler, reload));
     // A batch that outlasted the drain's deadline is not waited for: nothing of it is durable or acknowledged.
     runtime.shutdown_background();
     code
 }
 
-async fn dispatch(cli: Cli, loaded: Loaded, handler: impl Handler, reload: logging::Reload) -> ExitCode {
+impl Document {
+    fn print(&self, out: &mut impl Write) -> io::Result<()> {
+        match self {
+            Self::Completions(args) => completions::run(Cli::command(), args, out),
+            Self::Man => man::run(Cli::command(), out),
+        }
+    }
+}
+
+async fn dispatch(
+    command: Command,
+    file: Option<PathBuf>,
+    loaded: Loaded,
+    handler: impl Handler,
+    reload: logging::Reload,
+) -> ExitCode {
     let mut out = io::stdout();
     let settings = loaded.config.clone();
-    match cli.command {
+    match command {
         Command::Run(args) => {
             let until = if args.until_idle { Until::Idle } else { Until::Stopped };
-            match run::run(settings, cli.config, Arc::new(handler), reload, until).await {
+            match run::run(settings, file, Arc::new(handler), reload, until).await {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(error) => {
                     tracing::error!("{}", chain(&error));

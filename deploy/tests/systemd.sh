@@ -39,18 +39,23 @@ build_package() {
         cargo install --debug --locked --quiet --root "$kept/cargo-deb" --target-dir "$kept/cargo-deb-target" cargo-deb@3.8.0
         rm -rf "$kept/cargo-deb-target"
     fi
-    # The dev profile, for its build time; users build with `cargo deb`.
+    # The dev profile, for its build time; users build with `make deb`.
+    "$root/deploy/debian/documents.sh" "$order_processor"
     (cd "$root" && "$kept/cargo-deb/bin/cargo-deb" --profile dev --no-build --fast --output "$work/order-processor.deb" >/dev/null)
-    claim "the package has binary, unit, settings, user and guide, and nothing more" equal "$(
+    claim "the package has binary, manual, completions, unit, settings, user and guide, and nothing more" equal "$(
         cat <<'LIST'
 ./etc/order-processor/config.toml
 ./etc/order-processor/credentials/README
 ./usr/bin/order-processor
 ./usr/lib/systemd/system/order-processor.service
 ./usr/lib/sysusers.d/order-processor.conf
+./usr/share/bash-completion/completions/order-processor
 ./usr/share/doc/order-processor/README.md
 ./usr/share/doc/order-processor/copyright
 ./usr/share/doc/order-processor/default.toml
+./usr/share/fish/vendor_completions.d/order-processor.fish
+./usr/share/man/man1/order-processor.1
+./usr/share/zsh/vendor-completions/_order-processor
 LIST
     )" "$(dpkg-deb --fsys-tarfile "$work/order-processor.deb" | tar -t | grep -v '/$' | sort)"
     claim "an upgrade asks before it replaces the settings" grep -qx /etc/order-processor/config.toml \

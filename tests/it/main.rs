@@ -14,3 +14,4 @@ mod story;
 mod support;
 mod surroundings;
 mod torture;
+mod views;
