@@ -8,11 +8,12 @@ use std::sync::Arc;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::commands::completions::CompletionsArgs;
+use crate::commands::pause::PauseArgs;
 use crate::commands::publish::PublishArgs;
 use crate::commands::run::RunError;
 use crate::commands::setup::{SetupArgs, TeardownArgs};
 use crate::commands::status::StatusArgs;
-use crate::commands::{check, completions, config, healthcheck, man, publish, run, setup, status};
+use crate::commands::{check, completions, config, healthcheck, man, pause, publish, run, setup, status};
 use crate::config::{Config, Loaded, LogFormat};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -60,6 +61,10 @@ enum Command {
     Publish(PublishArgs),
     /// Show ack floor, pending, redelivered, processed and dead letters
     Status(StatusArgs),
+    /// Make the daemon finish what it holds and let go of the database, until `resume`
+    Pause(PauseArgs),
+    /// End a pause; the daemon goes on within two seconds
+    Resume,
     /// Exit 0 if the daemon on this machine is ready, 1 if not (for containers)
     Healthcheck,
 }
@@ -169,6 +174,14 @@ async fn dispatch(
             Err(error) => fail(FAILED, &chain(&error)),
         },
         Command::Status(args) => answer(status::run(&settings, args, &mut out).await),
+        Command::Pause(args) => match pause::pause(&settings, args, &mut out).await {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+        Command::Resume => match pause::resume(&settings, &mut out) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
         Command::Healthcheck => match healthcheck::run(settings.http.listen).await {
             Ok(()) => answer(out.write_all(b"ready\n").map(|()| true)),
             Err(error) => fail(FAILED, &chain(&error)),
@@ -188,7 +201,7 @@ fn answer(printed: io::Result<bool>) -> ExitCode {
 
 fn run_code(error: &RunError) -> u8 {
     match error {
-        RunError::Bind(_) | RunError::Files(_) => OPERATOR,
+        RunError::Bind(_) | RunError::Files(_) | RunError::Paused(_) | RunError::Marker(_) => OPERATOR,
         RunError::Open(error) => match error {
             OpenError::MissingFolder(_)
             | OpenError::NotADatabase(_)

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::{Serialize, Serializer};
 
 use crate::metrics::Metrics;
+use crate::pause::Pause;
 
 /// Work without a commit for this long is no progress. Twice the story's `ack_wait` of 30 s: by then everything that
 /// was held when the trouble began has been delivered again at least once, and still nothing came of it.
@@ -70,6 +71,15 @@ impl Health {
         self.update(|state| state.draining = true);
     }
 
+    /// The daemon has let go of the database because an operator asked for it; `None` when it goes on.
+    pub fn set_paused(&self, pause: Option<Pause>) {
+        if pause.is_none() {
+            // What comes now is a start, and may take as long as one.
+            self.last_tick_ms.store(0, Ordering::Relaxed);
+        }
+        self.update(|state| state.pause = pause);
+    }
+
     /// The server's latest report on consumer and stream.
     pub fn set_consumer(&self, view: ConsumerView) {
         self.update(|state| state.consumer = Some(view));
@@ -117,6 +127,7 @@ impl Health {
             ready: problems.is_empty(),
             live,
             draining: state.draining,
+            pause: state.pause.clone(),
             problems,
             held: state.held,
             committed_stream_seq: state.committed_stream_seq,
@@ -131,6 +142,11 @@ impl Health {
     /// Whether the first signal to stop came.
     pub fn is_draining(&self) -> bool {
         self.state().draining
+    }
+
+    /// Whether an operator has paused the daemon.
+    pub fn is_paused(&self) -> bool {
+        self.state().pause.is_some()
     }
 
     /// One line for systemd's `STATUS=`.
@@ -155,6 +171,7 @@ impl Health {
         let state = self.state();
         metrics.ready.set(flag(state.problems((self.clock)()).is_empty()));
         metrics.draining.set(flag(state.draining));
+        metrics.paused.set(flag(state.pause.is_some()));
         metrics.nats_connected.set(flag(state.connected.is_ok()));
         metrics.held_deliveries.set(state.held as f64);
         metrics.committed_stream_seq.set(state.committed_stream_seq as f64);
@@ -253,6 +270,7 @@ pub struct Status {
     pub ready: bool,
     pub live: bool,
     pub draining: bool,
+    pub pause: Option<Pause>,
     pub problems: Vec<Problem>,
     pub held: usize,
     pub committed_stream_seq: u64,
@@ -270,6 +288,7 @@ struct State {
     database: Result<(), String>,
     acks: Result<(), String>,
     draining: bool,
+    pause: Option<Pause>,
     consumer: Option<ConsumerView>,
     held: usize,
     committed_stream_seq: u64,
@@ -287,6 +306,7 @@ impl State {
             database: Err("starting, not opened yet".to_owned()),
             acks: Ok(()),
             draining: false,
+            pause: None,
             consumer: None,
             held: 0,
             committed_stream_seq: 0,
@@ -301,6 +321,9 @@ impl State {
         let mut problems = Vec::new();
         if self.draining {
             problems.push(Problem { component: "shutdown", cause: "draining".to_owned() });
+        }
+        if let Some(pause) = &self.pause {
+            problems.extend(one_line(Err(pause.to_string())).err().map(|cause| Problem { component: "paused", cause }));
         }
         let reported =
             [("nats", &self.connected), ("consumer", &self.bound), ("acks", &self.acks), ("database", &self.database)];
@@ -334,7 +357,7 @@ impl State {
     }
 
     fn is_hindered(&self) -> bool {
-        let paused = self.consumer.as_ref().is_some_and(|view| view.paused);
+        let paused = self.pause.is_some() || self.consumer.as_ref().is_some_and(|view| view.paused);
         paused || self.connected.is_err() || self.bound.is_err() || self.acks.is_err() || self.database.is_err()
     }
 }
@@ -546,6 +569,21 @@ mod tests {
         assert_eq!(health.problems(), []);
         hand.advance(1);
         assert_eq!(components(&health), ["progress"]);
+    }
+
+    #[test]
+    fn a_paused_daemon_is_not_ready_says_who_and_why_and_does_not_stall() {
+        let (health, hand) = running();
+        let pause = Pause { by: "ops@db1".into(), at: "2026-11-29T21:00:00Z".into(), reason: Some("new\ndisk".into()) };
+        health.set_consumer(view(5));
+        health.tick();
+        health.set_paused(Some(pause));
+        hand.advance(600);
+        let cause = "by ops@db1 since 2026-11-29T21:00:00Z: new disk".to_owned();
+        assert_eq!(health.problems(), [Problem { component: "paused", cause }]);
+        assert!(health.is_live().is_err(), "its loop has to tick");
+        health.set_paused(None);
+        assert_eq!((health.problems(), health.is_live()), (vec![], Ok(())), "opening the database may take long");
     }
 
     #[test]

@@ -18,7 +18,7 @@
 //! 4. [`delivery`]: message id and digest. [`store`]: the tables.
 //! 5. [`consumer`]: the server's side: bind, pull, acknowledge, and the cure for every trouble.
 //!
-//! Around it: [`cli`] and [`commands`], [`config`], [`health`], [`metrics`], [`telemetry`], [`http`], [`logging`], [`shutdown`],
+//! Around it: [`cli`] and [`commands`], [`pause`], [`config`], [`health`], [`metrics`], [`telemetry`], [`http`], [`logging`], [`shutdown`],
 //! [`systemd`], [`errors`].
 //!
 //! # Invariants, and where they are proven (`tests/it`)
@@ -83,6 +83,7 @@ pub mod logging;
 pub mod metrics;
 pub mod orders;
 pub mod outcome;
+pub mod pause;
 pub mod retry;
 pub mod shutdown;
 pub mod store;

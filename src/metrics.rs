@@ -103,6 +103,8 @@ declare_metrics! {
         "1 while /readyz answers ready.";
     draining: Gauge = "order_processor_draining",
         "1 from the first signal to stop.";
+    paused: Gauge = "order_processor_paused",
+        "1 while an operator's pause keeps the daemon from its work.";
     last_commit_timestamp_seconds: Gauge = "order_processor_last_commit_timestamp_seconds",
         "Unix time of the last commit of this process; 0 before the first.";
 

@@ -10,7 +10,7 @@ use crate::delivery::{Delivery, Digest};
 use crate::metrics::DbErrorClass;
 use crate::outcome::Reason;
 
-mod lock;
+pub mod lock;
 pub mod sqlite;
 
 /// A statement or a commit that did not go through.
@@ -190,7 +190,7 @@ pub struct Counts {
 }
 
 /// A file beside the database, such as `orders.db-wal`.
-fn beside(database: &Path, suffix: &str) -> PathBuf {
+pub fn beside(database: &Path, suffix: &str) -> PathBuf {
     let mut name = database.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)

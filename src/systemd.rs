@@ -74,7 +74,8 @@ impl Report {
     fn next(&mut self, health: &Health, now: Instant) -> Vec<NotifyState<'_>> {
         let mut states = Vec::new();
         let live = health.is_live().is_ok();
-        if !self.ready && health.problems().is_empty() {
+        // A paused daemon is as far as it is to go: nobody's boot has to wait for the end of the pause.
+        if !self.ready && (health.is_paused() || health.problems().is_empty()) {
             self.ready = true;
             states.push(NotifyState::Ready);
         }

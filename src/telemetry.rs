@@ -10,6 +10,7 @@ use crate::delivery::{Delivery, unix_ns};
 use crate::health::{ConsumerView, Health};
 use crate::metrics::{Metrics, SeenBy};
 use crate::outcome::Outcome;
+use crate::pause::Pause;
 use crate::store::{Counts, Sizes};
 
 /// The same trouble is said again after this long.
@@ -64,6 +65,11 @@ impl Telemetry {
     /// How many deliveries are in hand.
     pub fn held(&self, held: usize) {
         self.health.set_held(held);
+    }
+
+    /// An operator's pause is on, or over.
+    pub fn paused(&self, pause: Option<&Pause>) {
+        self.health.set_paused(pause.cloned());
     }
 
     pub fn draining(&self) {

@@ -4,6 +4,7 @@
 //! nothing and a backlog shares its fsyncs. Only waiting is ever cancelled: a batch runs on a task of its own to its end.
 
 use std::collections::{HashMap, VecDeque};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -47,6 +48,15 @@ pub enum Until {
     Stopped,
     /// Also when nothing is pending and nothing is held.
     Idle,
+}
+
+/// Why [`Worker::run`] came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// It was told to stop, or is idle as was asked for.
+    Done,
+    /// A pause began: work is to go on some time, with another worker.
+    Paused,
 }
 
 /// Why the worker did not end as it should.
@@ -157,19 +167,22 @@ impl Worker {
         }
     }
 
-    /// Works until `stop`, or until idle if so asked; then drains, within `shutdown.timeout`.
+    /// Works until `stop`, until `pause` is over, or until idle if so asked; then drains, within `shutdown.timeout`, and has let
+    /// go of the database.
     ///
     /// # Errors
     /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
-    pub async fn run(mut self, stop: CancellationToken) -> Result<(), WorkerError> {
+    pub async fn run(mut self, stop: CancellationToken, pause: impl Future<Output = ()>) -> Result<Ended, WorkerError> {
+        let mut pause = pin!(pause);
         let mut tick = interval(TICK_MAX);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
+        let ended = loop {
             self.start_job();
             let room = self.room();
             tokio::select! {
                 biased;
-                () = stop.cancelled() => break,
+                () = stop.cancelled() => break Ended::Done,
+                () = &mut pause => break Ended::Paused,
                 Some(done) = OptionFuture::from(self.job.as_mut()) => self.finish_job(done.map_err(WorkerError::Panicked)?).await?,
                 _ = tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
@@ -184,15 +197,18 @@ impl Worker {
                 },
             }
             if self.until == Until::Idle && self.is_idle() {
-                break;
+                break Ended::Done;
             }
+        };
+        if ended == Ended::Done {
+            self.telemetry.draining();
         }
         let deadline = self.config.shutdown.timeout;
         let began = Instant::now();
         let telemetry = self.telemetry.clone();
         let drained = tokio::time::timeout(deadline, self.drain()).await;
         telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
-        drained.unwrap_or(Err(WorkerError::Deadline(deadline)))
+        drained.unwrap_or(Err(WorkerError::Deadline(deadline))).map(|()| ended)
     }
 
     /// Hands the next batch, or a step of pruning, to a task of its own, if the last one is done.
@@ -414,7 +430,6 @@ impl Worker {
     /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
     async fn drain(mut self) -> Result<(), WorkerError> {
         tracing::info!(held = self.held.len(), "draining");
-        self.telemetry.draining();
         self.hurry.cancel();
         let arrived = self.consumer.quiesce().await;
         self.receive(arrived);

@@ -6,6 +6,7 @@ use crate::config::Config;
 use crate::consumer::gate::{self, Expectations, Severity};
 use crate::consumer::{self, connection};
 use crate::errors::chain;
+use crate::pause;
 use crate::store::sqlite;
 
 /// Prints one line for each thing looked at. `false` if one of them fails.
@@ -47,6 +48,11 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
         Ok(()) if config.database.path.exists() => say(true, "database", &config.database.path.display().to_string())?,
         Ok(()) => say(true, "database", &format!("{} will be created", config.database.path.display()))?,
         Err(error) => say(false, "database", &chain(&error))?,
+    }
+    match pause::look(&config.database.path) {
+        Ok(Some(pause)) => say(true, "warning", &format!("paused {pause}; `order-processor resume` ends it"))?,
+        Ok(None) => {}
+        Err(error) => say(false, "pause", &error.to_string())?,
     }
     Ok(all_good)
 }

@@ -11,17 +11,22 @@ use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
 use crate::consumer::connection::{self, ConnectError};
+use crate::consumer::{Consumer, Event, Room};
 use crate::errors::chain;
 use crate::handler::Handler;
 use crate::http;
 use crate::logging::Reload;
+use crate::pause::{self, Pause};
 use crate::shutdown;
 use crate::store::{Counts, OpenError, Store};
 use crate::systemd;
 use crate::telemetry::{Reminder, Telemetry};
-use crate::worker::{Until, Worker, WorkerError};
+use crate::worker::{Ended, Until, Worker, WorkerError};
 
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
+/// How often a paused daemon looks whether the pause is over, and what the server has meanwhile.
+const PAUSE_LOOK_EVERY: Duration = Duration::from_secs(1);
+const PAUSED_INFO_EVERY: Duration = Duration::from_secs(2);
 const OPEN_RETRY_EVERY: Duration = Duration::from_secs(1);
 /// How often progress is shown on a terminal, and in lines elsewhere.
 const BAR_EVERY: Duration = Duration::from_millis(100);
@@ -40,6 +45,10 @@ pub enum RunError {
     Signals(#[source] std::io::Error),
     #[error(transparent)]
     Worker(#[from] WorkerError),
+    #[error("paused {0}; nothing is processed until `order-processor resume`")]
+    Paused(Pause),
+    #[error("cannot look for a pause beside the database")]
+    Marker(#[source] std::io::Error),
 }
 
 /// Runs until a signal, or until idle.
@@ -81,21 +90,83 @@ async fn work(
     until: Until,
     stop: CancellationToken,
 ) -> Result<(), RunError> {
-    let Some(opened) = stop.run_until_cancelled(open(&config, &telemetry)).await else { return Ok(()) };
-    let (store, counts) = opened?;
-    telemetry.counted(counts);
-    telemetry.health.set_database(Ok(()));
-    let worker = Worker::new(Arc::new(config), store, handler, telemetry, until);
-    Ok(worker.run(stop).await?)
+    let config = Arc::new(config);
+    let path = &config.database.path;
+    let mut opened_before = false;
+    while !stop.is_cancelled() {
+        sit_out_pause(&config, &telemetry, until, &stop).await?;
+        let (store, counts) = tokio::select! {
+            () = stop.cancelled() => break,
+            () = pause::begins(path) => continue,
+            opened = open(&config, &telemetry, opened_before) => opened?,
+        };
+        opened_before = true;
+        telemetry.counted(counts);
+        telemetry.health.set_database(Ok(()));
+        let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
+        match worker.run(stop.clone(), pause::begins(path)).await? {
+            Ended::Done => return Ok(()),
+            Ended::Paused => {}
+        }
+    }
+    // While it was paused or waited for its database; there is nothing to drain.
+    telemetry.draining();
+    Ok(())
+}
+
+/// Waits for the end of a pause, if one is on. What the server has is looked at all the same, and nothing is pulled.
+async fn sit_out_pause(
+    config: &Arc<Config>,
+    telemetry: &Arc<Telemetry>,
+    until: Until,
+    stop: &CancellationToken,
+) -> Result<(), RunError> {
+    let path = &config.database.path;
+    let Some(mut pause) = pause::look(path).map_err(RunError::Marker)? else { return Ok(()) };
+    if until == Until::Idle {
+        return Err(RunError::Paused(pause));
+    }
+    tracing::warn!("paused {pause}; nothing is processed until `order-processor resume`");
+    telemetry.paused(Some(&pause));
+    let mut consumer = Consumer::new(config.clone(), telemetry.clone(), PAUSED_INFO_EVERY);
+    let mut refused = false;
+    let mut tick = tokio::time::interval(PAUSE_LOOK_EVERY);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            _ = tick.tick() => match pause::look(path) {
+                Ok(None) => break,
+                Ok(Some(still)) if still == pause => {}
+                Ok(Some(another)) => {
+                    telemetry.paused(Some(&another));
+                    pause = another;
+                }
+                // The file system may be part of what is serviced.
+                Err(error) => tracing::warn!(%error, "cannot look whether the pause is over"),
+            },
+            event = consumer.next(Room { messages: 0, bytes: 0 }), if !refused => match event {
+                // Whoever services the database may service this as well. It counts at the end of the pause.
+                Event::Refused(error) => {
+                    tracing::warn!(error = %chain(&error), "the consumer is not fit");
+                    refused = true;
+                }
+                Event::Seen(_) | Event::Bound { .. } | Event::Deliveries(_) => {}
+            },
+        }
+        telemetry.health.tick();
+    }
+    telemetry.paused(None);
+    tracing::info!("resumed");
+    Ok(())
 }
 
 /// Opens the database. What may pass, a lock or a full disk, is waited for, not ready and saying why.
-async fn open(config: &Config, telemetry: &Telemetry) -> Result<(Store, Counts), OpenError> {
+async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Result<(Store, Counts), OpenError> {
     let path = &config.database.path;
     let mut reminder = Reminder::default();
     loop {
         let opened = async {
-            let mut store = Store::open(path).await?;
+            let mut store = if opened_before { Store::open_again(path).await? } else { Store::open(path).await? };
             let counts = store.counts().await;
             let counts = counts.map_err(|source| OpenError::database(path, source))?;
             Ok((store, counts))

@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::config::Config;
 use crate::consumer::{self, Found, connection};
 use crate::errors::chain;
+use crate::pause::{self, Pause};
 use crate::store::sqlite;
 
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -37,6 +38,8 @@ pub struct Status {
     stream: StreamStatus,
     processed_ids: Option<u64>,
     dead_letters: Option<u64>,
+    /// The pause that an operator began; `paused` is what the server says of the consumer.
+    pause: Option<Pause>,
     problems: Vec<String>,
 }
 
@@ -94,7 +97,11 @@ async fn learn(config: &Config) -> Status {
             None
         }
     };
-    Status::new(config, found, counts, problems)
+    let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
+        problems.push(format!("cannot look for a pause: {error}"));
+        None
+    });
+    Status { pause, ..Status::new(config, found, counts, problems) }
 }
 
 impl Status {
@@ -123,6 +130,7 @@ impl Status {
             },
             processed_ids: counts.map(|counts| counts.processed_ids),
             dead_letters: counts.map(|counts| counts.dead_letters),
+            pause: None,
             problems,
         }
     }
@@ -148,6 +156,9 @@ impl Status {
         if self.paused == Some(true) {
             row("paused", "the server delivers nothing until the pause ends".to_owned())?;
         }
+        if let Some(pause) = &self.pause {
+            row("paused", format!("{pause}; `order-processor resume` ends it"))?;
+        }
         row("processed", format!("{} ids", show(self.processed_ids)))?;
         row("dead letters", show(self.dead_letters))?;
         for problem in &self.problems {
@@ -167,6 +178,9 @@ impl Status {
             show(self.processed_ids),
             show(self.dead_letters),
         );
+        if let Some(pause) = &self.pause {
+            line.push_str(&format!("; paused {pause}"));
+        }
         for problem in &self.problems {
             line.push_str("; ");
             line.push_str(problem);

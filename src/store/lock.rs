@@ -61,6 +61,23 @@ impl Drop for Lock {
     }
 }
 
+/// The process that has the database, if one has it. Waits for nothing and leaves nothing behind.
+///
+/// # Errors
+/// When the lock file cannot be looked at.
+pub fn held_by(database: &Path) -> io::Result<Option<String>> {
+    let mut file = match File::open(beside(database, ".lock")) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    match file.try_lock() {
+        Ok(()) => Ok(None),
+        Err(std::fs::TryLockError::WouldBlock) => Ok(Some(holder(&mut file))),
+        Err(std::fs::TryLockError::Error(error)) => Err(error),
+    }
+}
+
 fn holder(file: &mut File) -> String {
     let mut text = String::new();
     match file.take(100).read_to_string(&mut text) {
@@ -90,7 +107,9 @@ mod tests {
             Err(LockError::Held(holder)) => assert_eq!(holder, format!("process {}", std::process::id())),
             other => panic!("{other:?}"),
         }
+        assert_eq!(held_by(&database).unwrap(), Some(format!("process {}", std::process::id())));
         drop(lock);
+        assert_eq!(held_by(&database).unwrap(), None);
         drop(Lock::try_acquire(&database).unwrap());
         assert!(!folder.path().join("x.db.lock").exists());
     }

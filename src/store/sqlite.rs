@@ -4,9 +4,9 @@
 //! rolled back by itself and the driver does not know (seen with sqlx 0.9.0); a fresh connection knows.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -57,17 +57,31 @@ impl Store {
         require_folder(path)?;
         require_sqlite(path)?;
         let lock = acquire(path, LOCK_PATIENCE).await?;
-        let failed = |source| OpenError::database(path, source);
         if path.exists() {
             require_known_schema(path).await?;
+        } else {
+            create(path).map_err(|source| OpenError::Io { path: path.to_owned(), source })?;
         }
+        Self::open_file(path, lock).await
+    }
+
+    /// Opens the database that this process has let go of: as [`open`](Self::open), but never makes a new one. A file that
+    /// is not back yet must not come back empty.
+    ///
+    /// # Errors
+    /// The same; a missing file may pass.
+    pub async fn open_again(path: &Path) -> Result<Self, OpenError> {
+        if path.exists() { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
+    }
+
+    async fn open_file(path: &Path, lock: Lock) -> Result<Self, OpenError> {
+        let failed = |source| OpenError::database(path, source);
         let options = options(path)
             .journal_mode(SqliteJournalMode::Wal)
             // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
             .synchronous(SqliteSynchronous::Full)
             .pragma("journal_size_limit", WAL_LIMIT_BYTES);
-        let mut connection =
-            connect(&options.clone().create_if_missing(true), "opening the database").await.map_err(failed)?;
+        let mut connection = connect(&options, "opening the database").await.map_err(failed)?;
         MIGRATIONS.run(&mut connection).await.map_err(|error| {
             let source = match error {
                 MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => source,
@@ -129,8 +143,7 @@ impl Store {
         if identity(&self.path) == self.identity {
             return Ok(());
         }
-        let text = "the file was moved, removed or replaced; put it back, or restart to use what is there now";
-        Err(Error::new("looking for the database file", sqlx::Error::Io(io::Error::new(io::ErrorKind::NotFound, text))))
+        Err(missing_file())
     }
 
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
@@ -476,6 +489,17 @@ impl Error {
         };
         Self { doing, class, source }
     }
+}
+
+fn missing_file() -> Error {
+    let text = "the file was moved, removed or replaced; put it back, or restart to use what is there now";
+    Error::new("looking for the database file", sqlx::Error::Io(io::Error::new(io::ErrorKind::NotFound, text)))
+}
+
+/// Makes an empty file, which SQLite takes for a new database, for the owner alone. SQLite gives the files that it puts
+/// beside it the same mode.
+fn create(path: &Path) -> io::Result<()> {
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
 
 fn identity(path: &Path) -> Option<(u64, u64)> {

@@ -2,6 +2,7 @@
 //! its runs, and in a process of its own where it must take that process down.
 
 use std::ffi::OsString;
+use std::future::pending;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +20,7 @@ use order_processor::delivery::Delivery;
 use order_processor::handler::{Failure, Handler};
 use order_processor::store::{self, Store, Tx};
 use order_processor::telemetry::Telemetry;
-use order_processor::worker::{Until, Worker, WorkerError};
+use order_processor::worker::{Ended, Until, Worker, WorkerError};
 use sqlx::{ConnectOptions, Connection, Row};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
@@ -351,7 +352,7 @@ async fn child() {
     let options = sqlx::sqlite::SqliteConnectOptions::new().filename(&config.database.path);
     make_effects(&mut options.connect().await.unwrap()).await;
     let worker = Worker::new(Arc::new(config), store, Clerk::new(), Arc::new(Telemetry::new()), Until::Idle);
-    worker.run(CancellationToken::new()).await.unwrap();
+    worker.run(CancellationToken::new(), pending()).await.unwrap();
 }
 
 #[tokio::test]
@@ -669,7 +670,7 @@ impl Bench {
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(Arc::new(config), store, clerk.clone(), telemetry.clone(), Until::Stopped);
         let stop = CancellationToken::new();
-        Running { task: tokio::spawn(worker.run(stop.clone())), stop, telemetry }
+        Running { task: tokio::spawn(worker.run(stop.clone(), pending())), stop, telemetry }
     }
 
     /// Publishes these behind a plug, and pulls the plug when the worker holds all of them: they are one batch.
@@ -740,7 +741,7 @@ impl Bench {
 /// A worker in this process. It goes with the test's runtime.
 struct Running {
     stop: CancellationToken,
-    task: JoinHandle<Result<(), WorkerError>>,
+    task: JoinHandle<Result<Ended, WorkerError>>,
     telemetry: Arc<Telemetry>,
 }
 
