@@ -31,7 +31,7 @@ use gate::{Expectations, Finding, Severity};
 
 pub mod connection;
 pub mod gate;
-mod quarantine;
+pub mod quarantine;
 
 /// The server says that a pull is alive this often; two missed ones mean that it is not.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -831,20 +831,45 @@ async fn wait_for<T>(slot: &mut Option<BoxFuture<'static, T>>) -> T {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
 
-    #[test]
-    fn nak_delay_allows_for_the_backoff_list() {
-        let seconds = Duration::from_secs;
-        let limits = |backoff: &[u64]| Limits {
-            ack_wait: seconds(30),
+    fn limits(backoff: Vec<Duration>) -> Limits {
+        Limits {
+            ack_wait: Duration::from_secs(30),
             max_deliver: None,
-            backoff: backoff.iter().copied().map(seconds).collect(),
+            backoff,
             max_batch: None,
             max_bytes: None,
             max_expires: None,
             max_payload: 0,
-        };
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_nak_takes_effect_after_its_delay_whatever_the_backoff_list(
+            backoff in vec(1..=86_400_000_000_000_u64, 0..5),
+            delay_ns in 1..=103_680_000_000_000_u64,
+            delivered in prop_oneof![1..8_u64, any::<u64>()],
+        ) {
+            let asked = limits(backoff.iter().copied().map(Duration::from_nanos).collect())
+                .nak_delay_ns(Duration::from_nanos(delay_ns), delivered);
+            prop_assert!(i64::try_from(asked).is_ok(), "the server reads 64 bits");
+            // The server sets the delivery's clock to `asked` less the first step, and lets it run for this one's.
+            let steps = i128::from(delivered.max(1) - 1).min(backoff.len() as i128 - 1);
+            let step = usize::try_from(steps).map_or(0, |step| backoff[step]);
+            let first = backoff.first().copied().unwrap_or(0);
+            prop_assert_eq!(asked - i128::from(first) + i128::from(step), i128::from(delay_ns));
+        }
+    }
+
+    #[test]
+    fn nak_delay_allows_for_the_backoff_list() {
+        let seconds = Duration::from_secs;
+        let limits = |backoff: &[u64]| limits(backoff.iter().copied().map(seconds).collect());
         let asked = |limits: &Limits, delivered| limits.nak_delay_ns(seconds(4), delivered) / 1_000_000_000;
         assert_eq!(asked(&limits(&[]), 7), 4);
         let backoff = limits(&[1, 3, 10]);

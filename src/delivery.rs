@@ -148,9 +148,12 @@ fn scalar_at(payload: &[u8], pointer: &str) -> Result<Option<String>, serde_json
         let token = token.replace("~1", "/").replace("~0", "~");
         let child = match value.get().as_bytes().first() {
             Some(b'{') => serde_json::from_str::<HashMap<String, &RawValue>>(value.get())?.remove(&token),
+            // An index is digits without a sign and without zeros before it (RFC 6901, section 4).
             Some(b'[') => match token.parse::<usize>() {
-                Ok(index) => serde_json::from_str::<Vec<&RawValue>>(value.get())?.get(index).copied(),
-                Err(_) => None,
+                Ok(index) if index.to_string() == token => {
+                    serde_json::from_str::<Vec<&RawValue>>(value.get())?.get(index).copied()
+                }
+                Ok(_) | Err(_) => None,
             },
             _ => None,
         };
@@ -186,6 +189,11 @@ impl Digest {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn raw(headers: &[(&str, &str)], payload: &str) -> Raw {
@@ -243,6 +251,9 @@ mod tests {
 
     #[test]
     fn value_that_is_no_scalar_or_is_missing_falls_back_to_the_position() {
+        for pointer in ["/00", "/+0"] {
+            assert_eq!(id(Some(pointer), raw(&[], "[1]")).unwrap(), POSITION, "{pointer}");
+        }
         for payload in [r#"{"id":null}"#, r#"{"id":{}}"#, r#"{"id":true}"#, r#"{"id":""}"#, r#"{}"#, "[]", "3"] {
             assert_eq!(id(Some("/id"), raw(&[], payload)).unwrap(), POSITION, "{payload}");
         }
@@ -279,5 +290,169 @@ mod tests {
         assert_eq!(Digest::of("a", b"b"), Digest::of("a", b"b"));
         assert_ne!(Digest::of("ab", b"c"), Digest::of("a", b"bc"));
         assert_ne!(Digest::of("a", b"b"), Digest::of("a", b"c"));
+    }
+
+    /// Where a generated message says its id is; equal sources are equal ids, and only they.
+    #[derive(Clone, Debug, PartialEq)]
+    enum Source {
+        Header(String),
+        Pointer { subject: String, value: String },
+        Position { stream: String, created_ns: i64, seq: u64, published_ns: i64 },
+    }
+
+    prop_compose! {
+        /// Messages of few subjects, ids and positions, so that two of them often have some in common.
+        fn messages()(
+            // The separators of an id are in what it is made of.
+            stream in select(vec!["A", "A@1", "A:1"]),
+            created_ns in prop_oneof![-1..3_i64, Just(i64::MAX)],
+            subject in select(vec!["A.x", "A.x.1", "A.é"]),
+            header in proptest::option::of(select(vec!["", "h", "h 1", "é"])),
+            value in proptest::option::of(select(vec!["", "1", "1 1", "x 1", "\n", "é"])),
+            as_number in any::<bool>(),
+            seq in prop_oneof![0..3_u64, Just(u64::MAX)],
+            published_ns in prop_oneof![0..3_i64, Just(i64::MAX)],
+        ) -> (Raw, IdScheme, Source) {
+            let is_number = as_number && value == Some("1");
+            let payload = match value {
+                Some(value) if is_number => json!({ "id": value.parse::<u64>().unwrap() }),
+                Some(value) => json!({ "id": value }),
+                None => json!({}),
+            };
+            let (stream, subject) = (stream.to_owned(), subject.to_owned());
+            let source = match (header.filter(|id| !id.is_empty()), value.filter(|id| !id.is_empty())) {
+                (Some(header), _) => Source::Header(header.to_owned()),
+                (None, Some(value)) => Source::Pointer { subject: subject.clone(), value: value.to_owned() },
+                (None, None) => Source::Position { stream: stream.clone(), created_ns, seq, published_ns },
+            };
+            let raw = Raw {
+                subject,
+                headers: header.into_iter().map(|id| (MESSAGE_ID_HEADER.to_owned(), id.to_owned())).collect(),
+                payload: payload.to_string().into(),
+                position: Position { delivered: 1, stream_seq: seq, consumer_seq: 1, published_ns },
+                unreadable: None,
+            };
+            (raw, IdScheme { stream, stream_created_ns: created_ns, pointer: Some("/id".into()) }, source)
+        }
+    }
+
+    fn json_values() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::Bool),
+            any::<i64>().prop_map(|number| json!(number)),
+            prop::num::f64::NORMAL.prop_map(|number| json!(number)),
+            ".{0,3}".prop_map(Value::String),
+        ];
+        leaf.prop_recursive(3, 24, 3, |inner| {
+            prop_oneof![
+                vec(inner.clone(), 0..3).prop_map(Value::Array),
+                vec((select(KEYS), inner), 0..3)
+                    .prop_map(|members| members.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+            ]
+        })
+    }
+
+    /// Names of members, indices, and what only looks like an index.
+    const KEYS: &[&str] = &["a", "", "/", "~", "~1", "0", "1", "00", "+1", "-", "é\""];
+
+    proptest! {
+        #[test]
+        fn two_messages_have_one_id_only_if_it_comes_from_the_same_place(
+            (one, one_scheme, one_source) in messages(),
+            (other, other_scheme, other_source) in messages(),
+        ) {
+            let (one, other) = (Delivery::new(one, &one_scheme), Delivery::new(other, &other_scheme));
+            prop_assert_eq!((&one.defect, &other.defect), (&None, &None));
+            // A publisher can write anything into its header, also what looks like the id of another message.
+            prop_assert_eq!(one.id == other.id, one_source == other_source, "{} and {}", one.id, other.id);
+        }
+
+        #[test]
+        fn another_delivery_of_a_message_has_its_id_and_digest(
+            (raw, scheme, _) in messages(),
+            delivered in any::<u64>(),
+            consumer_seq in any::<u64>(),
+            other_header in ".{0,5}",
+        ) {
+            let mut again = raw.clone();
+            again.position = Position { delivered, consumer_seq, ..raw.position };
+            again.headers.insert(0, ("Other".to_owned(), other_header));
+            let (first, again) = (Delivery::new(raw, &scheme), Delivery::new(again, &scheme));
+            prop_assert_eq!((first.id, first.digest), (again.id, again.digest));
+        }
+
+        #[test]
+        fn the_pointer_finds_what_rfc_6901_says(payload in json_values(), path in vec(select(KEYS), 1..4)) {
+            let pointer: String =
+                path.iter().map(|key| format!("/{}", key.replace('~', "~0").replace('/', "~1"))).collect();
+            let expected = match payload.pointer(&pointer) {
+                Some(Value::String(text)) if !text.is_empty() => Some(text.clone()),
+                Some(number @ Value::Number(_)) => Some(number.to_string()),
+                Some(_) | None => None,
+            };
+            prop_assert_eq!(scalar_at(payload.to_string().as_bytes(), &pointer).unwrap(), expected, "{}", pointer);
+        }
+
+        #[test]
+        fn no_payload_and_no_pointer_is_too_strange(payload in vec(any::<u8>(), 0..20), pointer in "[/~01a]{0,6}") {
+            let scheme = IdScheme { stream: "A".into(), stream_created_ns: 1, pointer: Some(pointer) };
+            let position = Position { delivered: 1, stream_seq: 1, consumer_seq: 1, published_ns: 1 };
+            let raw = Raw { subject: "A.x".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
+            prop_assert!(!Delivery::new(raw, &scheme).id.is_empty());
+        }
+
+        #[test]
+        fn digests_are_equal_only_of_the_same_subject_and_payload(
+            // Cut out of one text, so that only the place of the cut tells them apart.
+            (text, cuts) in "[ab\0]{0,9}".prop_flat_map(|text| { let end = text.len(); (Just(text), [0..=end, 0..=end]) }),
+        ) {
+            let [(one, one_rest), (other, other_rest)] = cuts.map(|cut| text.split_at(cut));
+            let equal = Digest::of(one, one_rest.as_bytes()) == Digest::of(other, other_rest.as_bytes());
+            prop_assert_eq!(equal, one == other);
+        }
+
+        #[test]
+        fn a_reply_subject_says_the_position_that_it_was_made_of(
+            (delivered, stream_seq, consumer_seq, pending) in any::<(u64, u64, u64, u64)>(),
+            published_ns in 0..=i64::MAX,
+            names in "[^. \t\r\n]{1,9}\\.[^. \t\r\n]{1,9}",
+            domain in proptest::option::of("(_|hub)\\.[A-Za-z0-9]{1,9}\\."),
+            more in "(\\.[a-zA-Z0-9]{1,5}){0,3}",
+        ) {
+            let more = domain.as_ref().map_or("", |_| &more);
+            let domain = domain.as_deref().unwrap_or_default();
+            let reply = format!(
+                "$JS.ACK.{domain}{names}.{delivered}.{stream_seq}.{consumer_seq}.{published_ns}.{pending}{more}"
+            );
+            let position = Position { delivered, stream_seq, consumer_seq, published_ns };
+            prop_assert_eq!(Position::parse(&reply), Some(position));
+        }
+
+        #[test]
+        fn any_other_text_is_no_position(
+            start in select(vec!["$JS.ACK", "$JS.ACK.", "$JS.ACK.s.c", "$JS", ""]),
+            tokens in vec("(|x|-1|[0-9]{1,21})", 0..13),
+        ) {
+            let reply = format!("{start}.{}", tokens.join("."));
+            let all: Vec<&str> = reply.split('.').collect();
+            let numbers = match all.len() {
+                9 => &all[4..],
+                11.. => &all[6..11],
+                _ => &[],
+            };
+            let is_position = reply.starts_with("$JS.ACK.")
+                && numbers.len() == 5
+                && numbers.iter().enumerate().all(|(index, number)| match index {
+                    3 => number.parse::<i64>().is_ok(),
+                    _ => number.parse::<u64>().is_ok(),
+                });
+            prop_assert_eq!(Position::parse(&reply).is_some(), is_position, "{}", reply);
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_of_positions_panic(reply in ".*") {
+            prop_assert_eq!(Position::parse(&reply), None);
+        }
     }
 }

@@ -420,6 +420,8 @@ fn serialize_optional_time<S: Serializer>(at: &Option<SystemTime>, serializer: S
 mod tests {
     use std::sync::Arc;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     /// A clock that moves only when told to.
@@ -500,6 +502,21 @@ mod tests {
             assert_eq!(health.problems(), [Problem { component, cause: "disk full".to_owned() }]);
             set(&health, Ok(()));
             assert_eq!(health.problems(), [], "{component}");
+        }
+    }
+
+    proptest! {
+        /// systemd reads an assignment a line: a cause with a line break could feed the watchdog.
+        #[test]
+        fn whatever_the_cause_it_takes_one_line_in_every_answer(cause in "(\\PC|[\r\n\0\u{85}\u{2028}]){0,20}") {
+            let (health, _hand) = running();
+            health.set_bound(Err(cause.clone()));
+            health.set_database(Err(cause));
+            let said = health.problems().iter().map(Problem::to_string).chain([health.status_line()]).collect::<Vec<_>>();
+            prop_assert_eq!(said.len(), 3);
+            for line in said {
+                prop_assert!(!line.contains(char::is_control), "{line:?}");
+            }
         }
     }
 

@@ -182,3 +182,43 @@ impl Label for AckKind {
         self as usize
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proptest::sample::select;
+
+    use super::*;
+
+    fn outcomes() -> impl Strategy<Value = Outcome> {
+        // A day and a fifth of it for the jitter is the longest delay there can be.
+        let delays = (0..=103_680_000_000_000_u64).prop_map(Duration::from_nanos);
+        prop_oneof![
+            Just(Outcome::Applied),
+            Just(Outcome::Duplicate),
+            (delays, ".*").prop_map(|(delay, error)| Outcome::Retry { delay, error }),
+            (select(Reason::ALL), ".*").prop_map(|(reason, error)| Outcome::DeadLettered { reason, error }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn the_server_is_told_what_the_outcome_says_and_nothing_of_its_error(outcome in outcomes()) {
+            let acknowledgement = outcome.acknowledgement();
+            let payload = acknowledgement.payload();
+            let text = str::from_utf8(&payload).unwrap();
+            match &outcome {
+                Outcome::Applied | Outcome::Duplicate => prop_assert_eq!(text, "+ACK"),
+                Outcome::Retry { delay: Duration::ZERO, .. } => prop_assert_eq!(text, "-NAK"),
+                Outcome::Retry { delay, .. } => {
+                    let options: serde_json::Value = serde_json::from_str(text.strip_prefix("-NAK ").unwrap()).unwrap();
+                    prop_assert_eq!(options["delay"].as_i64(), i64::try_from(delay.as_nanos()).ok());
+                }
+                Outcome::DeadLettered { reason, .. } => {
+                    prop_assert_eq!(text.split_once(' '), Some(("+TERM", reason.name())));
+                    prop_assert!(reason.name().bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_'));
+                }
+            }
+        }
+    }
+}

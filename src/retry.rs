@@ -47,6 +47,8 @@ impl RetryPolicy {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     const POLICY: RetryPolicy =
@@ -81,5 +83,40 @@ mod tests {
     fn a_permanent_failure_is_buried_at_once() {
         let failure = Failure::Permanent("unknown product".into());
         assert_eq!(POLICY.verdict(&failure, 1, false), Verdict::Bury(Reason::Permanent));
+    }
+
+    prop_compose! {
+        /// What the settings allow.
+        fn policies()(max_attempts in 1..=1000_u32, delays in [1..=86_400_000_u64, 1..=86_400_000]) -> RetryPolicy {
+            let [one, other] = delays.map(Duration::from_millis);
+            RetryPolicy { max_attempts, min_delay: one.min(other), max_delay: one.max(other) }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn each_delay_is_twice_the_one_before_it_or_the_longest(policy in policies(), failed in any::<u32>()) {
+            let delay = policy.delay(failed);
+            prop_assert!((policy.min_delay..=policy.max_delay).contains(&delay));
+            prop_assert_eq!(policy.delay(1), policy.min_delay);
+            if failed > 1 {
+                prop_assert_eq!(delay, (policy.delay(failed - 1) * 2).min(policy.max_delay));
+            }
+        }
+
+        #[test]
+        fn jitter_moves_a_delay_by_a_fifth_at_most(policy in policies(), failed in any::<u32>(), random in 0.0..1.0) {
+            let delay = policy.delay(failed);
+            let jittered = RetryPolicy::jitter(delay, random);
+            let slack = Duration::from_nanos(1);
+            prop_assert!(jittered + slack >= delay * 4 / 5 && jittered <= delay * 6 / 5 + slack, "{jittered:?} of {delay:?}");
+        }
+
+        #[test]
+        fn a_message_has_all_its_attempts_and_no_more(policy in policies(), last_delivery in any::<bool>()) {
+            let verdicts = (1..).map(|failed| policy.verdict(&retry(), failed, last_delivery));
+            let again = verdicts.take_while(|verdict| matches!(verdict, Verdict::Again(_))).count();
+            prop_assert_eq!(again, if last_delivery { 0 } else { policy.max_attempts as usize - 1 });
+        }
     }
 }

@@ -205,7 +205,58 @@ pub struct Sizes {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
     use super::*;
+
+    /// The rows that are left of `rows` (processed at, stream sequence) after one step of pruning a real file.
+    async fn pruned(store: &mut Store, rows: &[(i64, i64)], prunable: Prunable, limit: u32) -> (u64, Vec<(i64, i64)>) {
+        let mut tx = store.begin().await.unwrap();
+        sqlx::query("DELETE FROM processed_ids").execute(tx.sqlite()).await.unwrap();
+        for (at, seq) in rows {
+            sqlx::query("INSERT INTO processed_ids VALUES (hex(randomblob(8)), ?, x'00', ?)")
+                .bind(seq)
+                .bind(at)
+                .execute(tx.sqlite())
+                .await
+                .unwrap();
+        }
+        tx.commit().await.unwrap();
+        let went = store.prune(prunable, limit).await.unwrap();
+        let mut tx = store.begin().await.unwrap();
+        let left = sqlx::query_as("SELECT processed_at, stream_seq FROM processed_ids ORDER BY rowid");
+        let left = left.fetch_all(tx.sqlite()).await.unwrap();
+        tx.commit().await.unwrap();
+        let counts = store.counts().await.unwrap();
+        assert_eq!(counts.processed_ids, left.len() as u64, "counted by rowid");
+        (went, left)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn pruning_takes_the_oldest_ids_that_may_go_and_stops_at_the_first_that_may_not(
+            // Few values, so that the bounds themselves come up.
+            steps in vec((vec((0..8_i64, 0..8_i64), 0..12), 0..9_i64, 0..9_u64, 0..9_i64, any::<bool>(), 1..14_u32), 12),
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            let mut store = runtime.block_on(Store::open(&folder.path().join("orders.db"))).unwrap();
+            for (rows, before_ns, below_seq, stream_created_ns, auto, limit) in steps {
+                let prunable = Prunable { before_ns, gone: auto.then_some(Gone { below_seq, stream_created_ns }) };
+                let may_go = |(at, seq): &&(i64, i64)| {
+                    let elsewhere = *at < stream_created_ns || seq.unsigned_abs() < below_seq;
+                    *at < before_ns && (!auto || elsewhere)
+                };
+                let going = rows.iter().take_while(may_go).count().min(limit as usize);
+                let (went, left) = runtime.block_on(pruned(&mut store, &rows, prunable, limit));
+                prop_assert_eq!(went, going as u64);
+                prop_assert_eq!(&left[..], &rows[going..]);
+            }
+        }
+    }
 
     #[test]
     fn an_id_goes_only_when_it_is_old_and_its_message_cannot_come_again() {

@@ -5,6 +5,9 @@ use super::sources::variable;
 use super::*;
 use std::os::unix::ffi::OsStringExt;
 
+use proptest::prelude::*;
+use proptest::sample::select;
+
 /// Loads `toml` as the file `/…/c.toml`, with `env`.
 fn load(toml: &str, env: &[(&str, &str)]) -> Result<Loaded, Problems> {
     let dir = tempfile::tempdir().unwrap();
@@ -402,3 +405,147 @@ fn passwords_in_urls_are_never_printed() {
         assert!(!printed.contains("hunter2"), "{printed}");
     }
 }
+
+/// What somebody could write for any key: right for one of them, nearly right, or anything.
+fn values() -> impl Strategy<Value = String> {
+    prop_oneof![
+        "[0-9]{1,11}",
+        "[0-9]{1,6} ?(ns|us|ms|s|m|h|d|w|y|B|KB|KiB|MB|MiB|GB|GiB|parsec)( [0-9]{1,3}(ms|s))?",
+        "(nats|tls|http)://([a-z@%:]{0,5})([a-z]{1,3}|\\[::1\\])(:[0-9]{1,6})?(, ?nats://[a-z]{0,2})?",
+        "(sqlite|postgres):///?[a-z.~?:%/ ]{0,6}",
+        "/[a-z~01/]{0,5}",
+        "(127.0.0.1|\\[::\\]|localhost):[0-9]{1,6}",
+        select(vec![
+            "auto",
+            "text",
+            "json",
+            "dead-letter",
+            "duplicate",
+            "off",
+            "info,a=debug",
+            "warn, b::c=trace",
+            "inof"
+        ])
+        .prop_map(str::to_owned),
+        "[A-Za-z_-]{1,9}",
+        ".{0,12}",
+    ]
+}
+
+fn keys() -> impl Strategy<Value = &'static str> {
+    select(SETTINGS.map(|setting| setting.key).to_vec())
+}
+
+/// A number in TOML without quotes, as the keys for numbers want it; text as a TOML string.
+fn as_toml(value: &str) -> String {
+    let is_number = !value.is_empty() && value.len() < 18 && value.bytes().all(|byte| byte.is_ascii_digit());
+    match value.parse::<u64>() {
+        Ok(number) if is_number => number.to_string(),
+        _ => toml_text(value),
+    }
+}
+
+fn toml_text(value: &str) -> String {
+    let escaped: String = value.chars().map(|c| format!("\\U{:08X}", u32::from(c))).collect();
+    format!("\"{escaped}\"")
+}
+
+proptest! {
+    // Each case reads all the settings once or twice: some milliseconds.
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn any_value_is_accepted_and_printed_as_it_was_meant_or_refused_by_its_key(
+        given in proptest::collection::btree_map(keys(), values(), 1..4),
+        in_file in any::<bool>(),
+    ) {
+        let env: Vec<_> = given.iter().map(|(key, value)| (variable(key), value.clone())).collect();
+        let env: Vec<_> = env.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        let toml: String = given.iter().map(|(key, value)| format!("{key} = {}\n", as_toml(value))).collect();
+        let loaded = if in_file { load(&toml, &[]) } else { load("", &env) };
+        match loaded {
+            Ok(loaded) => {
+                let is_url = |key| key == "nats.url";
+                let printed = loaded.settings.iter().filter(|setting| !setting.value.is_empty() && !is_url(setting.key));
+                let mut again: Vec<_> = printed.map(|setting| (variable(setting.key), setting.value.clone())).collect();
+                // Printed without its password.
+                again.push((variable("nats.url"), loaded.config.nats.url.clone()));
+                let again: Vec<_> = again.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+                prop_assert_eq!(load("", &again).map(|again| again.config).map_err(|problems| problems.to_string()), Ok(loaded.config));
+            }
+            Err(problems) => {
+                for line in problems.lines() {
+                    let source = if in_file { " (file /" } else { " (environment ORDER_PROCESSOR__" };
+                    prop_assert!(given.keys().any(|key| line.starts_with(&format!("{key}{source}"))), "{line}");
+                    prop_assert!(line.contains("allowed: "), "{line}");
+                    prop_assert!(!line.contains(char::is_control), "{line:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_file_and_no_variable_makes_the_reader_panic(
+        toml in "(\\[(nats|nats.tls|log|x)\\]\n|(url|level|tls|max_bytes|'a.b') = ('.{0,5}'|[0-9.]{1,4}|\\[1\\]|\\{\\}|true)\n|.{0,5}){0,6}",
+        name in "(ORDER_PROCESSOR__|order_processor__|ORDER_PROCESSOR_)[A-Z_]{0,8}",
+        value in ".{0,5}",
+    ) {
+        if let Err(problems) = load(&toml, &[(&name, &value)]) {
+            prop_assert!(!problems.lines().is_empty());
+            for line in problems.lines() {
+                prop_assert!(line.contains("file /") || line.contains(&format!("environment {name}")), "{line}");
+                prop_assert!(!line.contains(char::is_control), "{line:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_password_in_a_url_is_never_printed(
+        user in "[a-z]{0,3}",
+        before in "[a-z:@%,/?#. ]{0,3}",
+        after in "[a-z:@%,/?#. ]{0,3}",
+        rest in "(@h|@h:1|@h:99999|@|h|@h/x|)",
+    ) {
+        // Behind the last @ it would be the host.
+        prop_assume!(!before.contains('@') || after.contains('@') || rest.contains('@'));
+        let url = format!("nats://{user}:{before}hunter2{after}{rest}");
+        let printed = match load("", &[("ORDER_PROCESSOR__NATS__URL", &url)]) {
+            Ok(loaded) => format!("{loaded:?}"),
+            Err(problems) => problems.to_string(),
+        };
+        prop_assert!(!printed.contains("hunter2"), "{printed}");
+    }
+
+    #[test]
+    fn every_duration_and_size_in_range_is_taken_for_what_it_is(
+        millis in 1000..=3_600_000_u64,
+        (number, unit, factor) in (0..=u64::MAX, select(UNITS)).prop_map(|(number, (unit, factor))| (number / factor, unit, factor)),
+    ) {
+        let timeout = Duration::from_millis(millis);
+        let written = humantime::format_duration(timeout).to_string();
+        prop_assert_eq!(config(&[("ORDER_PROCESSOR__SHUTDOWN__TIMEOUT", &written)]).shutdown.timeout, timeout);
+        prop_assert_eq!(format!("{number}{unit}").parse(), Ok(ByteSize(number * factor)));
+        let too_many = u128::from(u64::MAX) / u128::from(factor) + 1 + u128::from(number);
+        let too_large = format!("{too_many}{unit}").parse::<ByteSize>();
+        prop_assert!(too_large.is_err());
+    }
+
+    #[test]
+    fn no_text_makes_the_reader_of_sizes_panic(text in "([0-9]{0,22})(.{0,4})") {
+        if let Ok(ByteSize(bytes)) = text.parse() {
+            prop_assert!(text.starts_with(|c: char| c.is_ascii_digit()));
+            prop_assert_eq!(bytes.to_string().parse(), Ok(ByteSize(bytes)));
+        }
+    }
+}
+
+const UNITS: &[(&str, u64)] = &[
+    ("", 1),
+    ("B", 1),
+    ("KB", 1000),
+    (" KiB", 1 << 10),
+    ("MB", 1_000_000),
+    ("MiB", 1 << 20),
+    ("GB", 1_000_000_000),
+    (" GiB", 1 << 30),
+];

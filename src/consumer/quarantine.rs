@@ -81,16 +81,17 @@ fn filters(config: &Config) -> Vec<&str> {
 }
 
 /// A message as the stream stores it.
-struct Stored {
-    subject: String,
-    seq: u64,
-    headers: Vec<u8>,
-    payload: Vec<u8>,
-    published_ns: i64,
+pub struct Stored {
+    pub subject: String,
+    pub seq: u64,
+    pub headers: Vec<u8>,
+    pub payload: Vec<u8>,
+    pub published_ns: i64,
 }
 
 impl Stored {
-    fn into_arrival(self, stream: &str, consumer: &str, why: String) -> Arrival {
+    /// The delivery of it that the client could not take in.
+    pub fn into_arrival(self, stream: &str, consumer: &str, why: String) -> Arrival {
         // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
         let subject = format!("$JS.ACK.{stream}.{consumer}.1.{}.0.0.0", self.seq);
         let position =
@@ -111,12 +112,17 @@ async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> 
     let request = serde_json::json!({ "seq": seq, "next_by_subj": filter }).to_string();
     let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
     let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
-    let answer: Answer = serde_json::from_slice(&answer.payload).map_err(|error| no_answer(error.to_string()))?;
+    read_answer(&answer.payload).map_err(no_answer)
+}
+
+/// The message in the server's answer, `None` if it has none to give; else why not.
+pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, String> {
+    let answer: Answer = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
     match (answer.message, answer.error) {
-        (Some(message), _) => message.decode().map(Some).map_err(|error| no_answer(error.to_string())),
+        (Some(message), _) => message.decode().map(Some).map_err(|error| error.to_string()),
         (None, Some(error)) if error.code == 404 => Ok(None),
-        (None, Some(error)) => Err(no_answer(error.description)),
-        (None, None) => Err(no_answer("neither a message nor an error".to_owned())),
+        (None, Some(error)) => Err(error.description),
+        (None, None) => Err("neither a message nor an error".to_owned()),
     }
 }
 
@@ -166,8 +172,8 @@ pub fn why_unreadable(subject: &str, block: &[u8]) -> Option<String> {
     if subject.contains(char::REPLACEMENT_CHARACTER) {
         return Some("the subject is not UTF-8".to_owned());
     }
-    // With headers the client splits the line at any white space that Unicode knows.
-    if !block.is_empty() && subject.contains(char::is_whitespace) {
+    // With headers the client splits the line at any white space that Unicode knows; around the subject that changes nothing.
+    if !block.is_empty() && subject.trim().contains(char::is_whitespace) {
         return Some(format!("the subject {subject:?} has white space in it"));
     }
     if block.is_empty() {
@@ -204,7 +210,97 @@ pub fn why_unreadable(subject: &str, block: &[u8]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::StreamExt;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::TcpListener;
+
     use super::*;
+
+    /// What a real client makes of a message on its line: whether it hands it on as a message.
+    async fn client_can_read(subject: &str, block: &[u8]) -> bool {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = async {
+            let (mut line, _) = listener.accept().await.unwrap();
+            let info = r#"INFO {"server_id":"","version":"2.15.1","headers":true,"max_payload":1048576}"#;
+            line.write_all(format!("{info}\r\n").as_bytes()).await.unwrap();
+            let mut line = BufReader::new(line);
+            let (mut said, mut sid) = (String::new(), String::new());
+            while sid.is_empty() {
+                said.clear();
+                line.read_line(&mut said).await.unwrap();
+                match said.split_whitespace().collect::<Vec<_>>()[..] {
+                    ["PING"] => line.write_all(b"PONG\r\n").await.unwrap(),
+                    ["SUB", _, id] => sid = id.to_owned(),
+                    _ => {}
+                }
+            }
+            let reply = "$JS.ACK.ORDERS.order-processor.1.7.9.1790230470084404000.0";
+            let start = match block.len() {
+                0 => format!("MSG {subject} {sid} {reply} 5\r\n"),
+                length => format!("HMSG {subject} {sid} {reply} {length} {}\r\n", length + 5),
+            };
+            line.write_all(&[start.as_bytes(), block, b"order\r\n"].concat()).await.unwrap();
+            // It keeps the old line until it has a new one: this ends when it has given the old one up, or with the test.
+            listener.accept().await.unwrap();
+        };
+        let client = async {
+            let client = async_nats::connect(address.to_string()).await.unwrap();
+            let message = client.subscribe("inbox").await.unwrap().next().await;
+            message.is_some_and(|message| message.status.is_none() && message.payload == "order")
+        };
+        tokio::select! {
+            () = server => false,
+            read = client => read,
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// One that is taken for unreadable and is not is an order lost; the other way round it blocks the consumer.
+        #[test]
+        fn unreadable_is_what_the_client_cannot_read(
+            subject in vec(select(vec!["a", "ü", "\u{a0}", "\u{b}", ":"]), 0..3),
+            version in select(vec!["NATS/1.0", "NATS/1.0 ", "NATS/1.0\u{a0}", "NATS/1.0 503", "NATS/1.1", ""]),
+            pieces in vec(select(PIECES), 0..8),
+            bare in prop::bool::weighted(0.1),
+        ) {
+            let subject = format!("ORDERS.x{}", subject.concat());
+            let block = if bare { vec![] } else { [version.as_bytes(), b"\r\n", &pieces.concat(), b"\r\n\r\n"].concat() };
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let asked = async { tokio::time::timeout(Duration::from_secs(20), client_can_read(&subject, &block)).await };
+            let readable = runtime.block_on(asked).expect("the client neither hands it on nor gives up");
+            let why = why_unreadable(&subject, &block);
+            prop_assert_eq!(why.is_none(), readable, "{:?} {:?}: {:?}", subject, block.escape_ascii().to_string(), why);
+        }
+    }
+
+    const PIECES: &[&[u8]] = &[
+        b"\r\n",
+        b"\r\n",
+        b"\n",
+        b"\r",
+        b"X",
+        b"Nats-Msg-Id",
+        b": ",
+        b":",
+        b": ",
+        b" ",
+        b"\t",
+        b"\x0b",
+        b"\0",
+        b"\x7f",
+        b"\xff",
+        "é".as_bytes(),
+        "\u{85}".as_bytes(),
+        "\u{a0}".as_bytes(),
+        b"y",
+        b"(",
+    ];
 
     #[test]
     fn readable_headers_are_left_alone() {
@@ -224,6 +320,7 @@ mod tests {
     fn subjects_that_the_client_cannot_take_apart_are_named() {
         assert_eq!(why_unreadable("ORDERS.ü", b"NATS/1.0\r\n\r\n"), None);
         assert_eq!(why_unreadable("ORDERS.a\u{a0}b", b""), None);
+        assert_eq!(why_unreadable("ORDERS.a\u{a0}", b"NATS/1.0\r\n\r\n"), None);
         assert!(why_unreadable("ORDERS.a\u{a0}b", b"NATS/1.0\r\n\r\n").is_some());
         assert!(why_unreadable("ORDERS.a\u{fffd}", b"").is_some());
     }
