@@ -1,6 +1,6 @@
 # What a developer runs; `make` alone lists it. Nothing here but deploy-test needs root or leaves the folder.
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test torture bench deb deploy-test lint clean
+.PHONY: help build demo run test torture fuzz bench deb deploy-test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,13 @@ test: ## run all tests; ARGS="story" picks some
 torture: ## kill, freeze and cut worker and server at random, 2 minutes; ROUNDS=n for more, SEED=n to repeat a run
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" ROUNDS="$(ROUNDS)" SEED="$(SEED)" \
 		cargo test --locked --test it $(ARGS) torture -- --ignored --nocapture
+
+SECONDS = 60
+TARGETS = delivery quarantine config
+fuzz: ## feed random bytes to what reads from outside (needs cargo-fuzz); SECONDS=600 TARGETS=config for more of one
+	@for target in $(TARGETS); do mkdir -p fuzz/corpus/$$target && \
+	cargo fuzz run --sanitizer none $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
+	-max_total_time=$(SECONDS) -rss_limit_mb=1024 || exit; done
 
 bench: ## measure the release build against no database at all, about 5 minutes; ARGS=--smoke for a quick look
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo bench --locked --bench bench -- $(ARGS)

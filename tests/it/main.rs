@@ -9,6 +9,7 @@ mod handlers;
 mod http;
 mod inputs;
 mod kills;
+mod seeds;
 mod settings;
 mod stopping;
 mod story;
