@@ -28,10 +28,14 @@ use crate::metrics::NatsErrorKind;
 use crate::outcome::Acknowledgement;
 use crate::telemetry::{Reminder, Telemetry};
 use gate::{Expectations, Finding, Severity};
+use given_up::Advised;
 
 pub mod connection;
 pub mod gate;
+mod given_up;
 pub mod quarantine;
+
+pub use given_up::Records;
 
 /// The server says that a pull is alive this often; two missed ones mean that it is not.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -56,6 +60,8 @@ const AGE_PATIENCE: Duration = Duration::from_secs(1);
 const HEADER_ROOM_BYTES: usize = 64 * 1024;
 /// Deliveries handed on at once.
 const CHUNK_MAX: usize = 256;
+/// Messages given up by the server that are fetched at once.
+const GIVEN_UP_MAX: usize = 100;
 
 /// The way to one durable pull consumer.
 pub struct Consumer {
@@ -85,14 +91,19 @@ enum State {
         until: Instant,
     },
     /// Holds the link, so that dropping [`Consumer::next`] half-way loses nothing.
-    Binding(BoxFuture<'static, (Option<Link>, Result<Found, BindError>)>),
+    Binding(BoxFuture<'static, Bound>),
     Bound(Box<Session>),
 }
+
+/// What came of trying to bind. The link comes back in any case, if there is one.
+type Bound = Result<(Link, Found), (Option<Link>, BindError)>;
 
 struct Link {
     client: Client,
     inbox: Subscriber,
     subject: String,
+    /// What the server says of messages that it gives up. Without the permission for it nothing comes.
+    advisories: Subscriber,
 }
 
 /// One binding, from a look at stream and consumer to the next trouble.
@@ -119,6 +130,9 @@ struct Session {
     ages: bool,
     /// The search for messages that the client cannot parse, after a loss.
     scan: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
+    records: Records,
+    /// The messages that the server was heard to give up, on their way.
+    given_up: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
 }
 
 /// What the consumer allows and when it delivers again.
@@ -141,9 +155,11 @@ pub type Arrival = (Raw, Reply);
 /// What happened on the server's side.
 pub enum Event {
     /// We are bound. `former`: the stream is another one than before, and these deliveries came while that was not known.
-    Bound { limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>> },
+    Bound { limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>, view: ConsumerView },
     /// In the order in which they came.
     Deliveries(Vec<Arrival>),
+    /// Messages that the server delivers no more and that nobody has acknowledged, as their last deliveries.
+    GivenUp(Vec<Arrival>),
     /// A fresh look at stream and consumer.
     Seen(ConsumerView),
     /// We were never bound, and cannot be before the operator has changed something.
@@ -246,17 +262,16 @@ impl Consumer {
                             State::Binding(bind(self.config.clone(), self.telemetry.clone(), self.link.take()).boxed());
                     }
                 }
-                State::Binding(binding) => {
-                    let (link, found) = binding.await;
-                    self.link = link;
-                    match found {
-                        Ok(found) => return self.bound(found),
-                        Err(error) if self.last.is_none() && error.is_for_the_operator() => {
-                            return Event::Refused(error);
-                        }
-                        Err(error) => self.not_bound(&error),
+                State::Binding(binding) => match binding.await {
+                    Ok((link, found)) => return self.bound(link, found),
+                    Err((_, error)) if self.last.is_none() && error.is_for_the_operator() => {
+                        return Event::Refused(error);
                     }
-                }
+                    Err((link, error)) => {
+                        self.link = link;
+                        self.not_bound(&error);
+                    }
+                },
                 State::Bound(_) if !self.stash.is_empty() => return Event::Deliveries(std::mem::take(&mut self.stash)),
                 State::Bound(session) => {
                     let Some(link) = &mut self.link else {
@@ -265,6 +280,7 @@ impl Consumer {
                     };
                     match session.step(link, &self.config, room, self.info_every, &mut self.stash).await {
                         Ok(Step::Arrived) => {}
+                        Ok(Step::GivenUp(arrivals)) => return Event::GivenUp(arrivals),
                         Ok(Step::Seen(view)) => {
                             if view.ack_floor_consumer_seq > self.ack_floor {
                                 self.telemetry.health.set_acks(Ok(()));
@@ -307,6 +323,14 @@ impl Consumer {
         Ok(())
     }
 
+    /// Read access to what the stream holds, while bound.
+    pub fn records(&self) -> Option<Records> {
+        match &self.state {
+            State::Bound(session) => Some(session.records.clone()),
+            State::Down { .. } | State::Binding(_) => None,
+        }
+    }
+
     /// Stops pulling for good and returns what had already been handed out to us.
     ///
     /// A delivery that reaches an inbox that is gone comes back only after `ack_wait`. So an open pull that the server is busy
@@ -317,9 +341,9 @@ impl Consumer {
         const BIND_PATIENCE: Duration = Duration::from_secs(1);
         let mut arrived = std::mem::take(&mut self.stash);
         if let State::Binding(binding) = &mut self.state
-            && let Ok((link, _)) = tokio::time::timeout(BIND_PATIENCE, binding).await
+            && let Ok(bound) = tokio::time::timeout(BIND_PATIENCE, binding).await
         {
-            self.link = link;
+            self.link = bound.map_or_else(|(link, _)| link, |(link, _)| Some(link));
             self.state = State::Down { until: Instant::now() };
         }
         let Some(link) = &mut self.link else { return arrived };
@@ -344,7 +368,7 @@ impl Consumer {
         arrived
     }
 
-    fn bound(&mut self, found: Found) -> Event {
+    fn bound(&mut self, mut link: Link, found: Found) -> Event {
         let created = found.created();
         let rebound = self.last.is_some();
         let another_stream = self.last.is_some_and(|last| last.0 != created.0);
@@ -352,7 +376,7 @@ impl Consumer {
         self.last = Some(created);
         self.failures = 0;
         self.reminder.forget();
-        let limits = Limits::of(&found.consumer, self.link.as_ref().map_or(0, |link| link.client.max_payload()));
+        let limits = Limits::of(&found.consumer, link.client.max_payload());
         let (stream, consumer) = (&found.stream.config.name, &found.consumer.name);
         if another_stream || another_consumer {
             self.telemetry.metrics.consumer_rebinds.increment(1);
@@ -372,30 +396,37 @@ impl Consumer {
         self.telemetry.health.set_bound(Ok(()));
         let view = found.view();
         self.telemetry.consumer_seen(&view);
-        let connects = self.link.as_ref().map_or(0, Link::connects);
-        let mut session = Session::new(limits.clone(), created, connects, Instant::now() + self.info_every);
-        let former = another_stream.then(|| self.leftovers());
+        if another_stream || another_consumer {
+            // They are about the one before.
+            while let Some(Some(_)) = link.advisories.next().now_or_never() {}
+        }
+        let records = Records {
+            client: link.client.clone(),
+            stream: found.consumer.stream_name.clone(),
+            consumer: found.consumer.name.clone(),
+            filters: quarantine::filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect(),
+        };
+        let mut session =
+            Session::new(limits.clone(), created, link.connects(), Instant::now() + self.info_every, records);
+        let former = another_stream.then(|| self.leftovers(&mut link));
         if another_stream {
             self.clean_through = Arc::default();
         }
-        if std::mem::take(&mut self.suspicious)
-            && let Some(link) = &self.link
-        {
+        if std::mem::take(&mut self.suspicious) {
             let scan = quarantine::scan(link.client.clone(), found, self.clean_through.clone());
             session.scan = Some(scan.boxed());
         }
+        self.link = Some(link);
         self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
-        Event::Bound { limits, stream_created_ns, former }
+        Event::Bound { limits, stream_created_ns, former, view }
     }
 
     /// Everything that was delivered before we knew that the stream is another one. The answer to our look came over the same
     /// connection behind them, so all of them are here by now.
-    fn leftovers(&mut self) -> Vec<Arrival> {
+    fn leftovers(&mut self, link: &mut Link) -> Vec<Arrival> {
         let mut leftovers = std::mem::take(&mut self.stash);
-        if let Some(link) = &mut self.link {
-            link.take_ready(&mut leftovers);
-        }
+        link.take_ready(&mut leftovers);
         leftovers
     }
 
@@ -459,11 +490,12 @@ impl Consumer {
 enum Step {
     /// Deliveries may have come into the stash.
     Arrived,
+    GivenUp(Vec<Arrival>),
     Seen(ConsumerView),
 }
 
 impl Session {
-    fn new(limits: Limits, created: (i128, i128), connects: u64, info_due: Instant) -> Self {
+    fn new(limits: Limits, created: (i128, i128), connects: u64, info_due: Instant, records: Records) -> Self {
         let now = Instant::now();
         Self {
             limits,
@@ -481,6 +513,8 @@ impl Session {
             info_due,
             ages: true,
             scan: None,
+            records,
+            given_up: None,
         }
     }
 
@@ -524,6 +558,24 @@ impl Session {
                     Err(error) => tracing::warn!(%error, "cannot look for messages that the client cannot parse"),
                 }
                 Ok(Step::Arrived)
+            }
+            Some(first) = link.advisories.next(), if self.given_up.is_none() => {
+                let mut advised: Vec<Advised> = Advised::parse(&first.payload).into_iter().collect();
+                while advised.len() < GIVEN_UP_MAX && let Some(Some(more)) = link.advisories.next().now_or_never() {
+                    advised.extend(Advised::parse(&more.payload));
+                }
+                self.given_up = Some(self.records.clone().advised(advised).boxed());
+                Ok(Step::Arrived)
+            }
+            given_up = wait_for(&mut self.given_up) => {
+                self.given_up = None;
+                match given_up {
+                    Ok(given_up) => Ok(Step::GivenUp(given_up)),
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot fetch messages that the server has given up, they are looked for later");
+                        Ok(Step::Arrived)
+                    }
+                }
             }
             _ = self.checks.tick() => self.check(link, config),
         }
@@ -634,7 +686,9 @@ impl Link {
         let subject = client.new_inbox();
         // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
         let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
-        Ok(Self { client, inbox, subject })
+        let advised = given_up::advisory_subject(&config.consumer.stream, &config.consumer.name);
+        let advisories = client.subscribe(advised).await.map_err(|_| BindError::ClientDead)?;
+        Ok(Self { client, inbox, subject, advisories })
     }
 
     fn is_connected(&self) -> bool {
@@ -731,18 +785,11 @@ impl Trouble {
     }
 }
 
-/// Connects if need be and looks at stream and consumer. Gives the link back in any case.
-async fn bind(
-    config: Arc<Config>,
-    telemetry: Arc<Telemetry>,
-    link: Option<Link>,
-) -> (Option<Link>, Result<Found, BindError>) {
+/// Connects if need be and looks at stream and consumer.
+async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>) -> Bound {
     let link = match link {
         Some(link) => link,
-        None => match Link::new(&config, telemetry.clone()).await {
-            Ok(link) => link,
-            Err(error) => return (None, Err(error)),
-        },
+        None => Link::new(&config, telemetry.clone()).await.map_err(|error| (None, error))?,
     };
     telemetry.connected(Ok(()));
     // A server that shuts down says so before it closes: an answer that will never come must not be waited for.
@@ -758,7 +805,10 @@ async fn bind(
         findings.retain(|finding| finding.severity == Severity::Refused);
         if findings.is_empty() { Ok(found) } else { Err(BindError::Refused(findings)) }
     });
-    (Some(link), found)
+    match found {
+        Ok(found) => Ok((link, found)),
+        Err(error) => Err((Some(link), error)),
+    }
 }
 
 async fn inspect(client: Client, config: Arc<Config>) -> Result<Found, BindError> {

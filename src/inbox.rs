@@ -116,7 +116,9 @@ impl Inbox {
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
         for (delivery, kind) in batch.iter().zip(kinds) {
             outcomes.push(match kind {
-                Kind::Defective(reason, error) => defective(&mut tx, delivery, reason, error, now_ns).await?,
+                Kind::Defective(reason, error) => {
+                    defective(&mut tx, delivery, (reason, error), self.on_conflict, now_ns).await?
+                }
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
                     same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
@@ -272,9 +274,9 @@ impl Inbox {
     }
 }
 
-/// Whether a delivery has come so often that it travels alone.
+/// Whether a delivery has come so often that it travels alone. One that the handler never sees does no harm.
 pub fn is_suspect(delivery: &Delivery) -> bool {
-    delivery.raw.position.delivered >= SUSPECT_FROM
+    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none()
 }
 
 /// How long a pass over single messages goes on: at least for one of them.
@@ -318,7 +320,7 @@ async fn single(
 ) -> Result<Outcome, Error> {
     let now_ns = now_ns();
     if let Some((reason, error)) = &delivery.defect {
-        let outcome = defective(tx, delivery, *reason, error, now_ns).await?;
+        let outcome = defective(tx, delivery, (*reason, error), judge.on_conflict, now_ns).await?;
         tx.forget_attempts(&[delivery]).await?;
         return Ok(outcome);
     }
@@ -369,16 +371,22 @@ async fn failed(
     Ok(outcome)
 }
 
-/// The dead letter of a message that is not applied whatever the handler says; a duplicate if it lies there already.
+/// The dead letter of a message that is not applied whatever the handler says, unless it was processed or lies there already:
+/// one that the server gave up may have been applied on its last delivery.
 async fn defective(
     tx: &mut Tx<'_>,
     delivery: &Delivery,
-    reason: Reason,
-    error: &str,
+    (reason, error): (Reason, &str),
+    on_conflict: OnConflict,
     now_ns: i64,
 ) -> Result<Outcome, Error> {
-    let new = tx.bury(&DeadLetter { delivery, reason, error }, now_ns).await?;
-    Ok(if new { dead(reason, error.to_owned()) } else { Outcome::Duplicate })
+    let outcome = match tx.known(&[delivery]).await?.first() {
+        Some(Claim::Processed(digest)) => on_conflict.judge(delivery, *digest),
+        Some(Claim::Dead) => Outcome::Duplicate,
+        Some(Claim::New) | None => dead(reason, error.to_owned()),
+    };
+    bury(tx, delivery, &outcome, now_ns).await?;
+    Ok(outcome)
 }
 
 /// Writes the dead letter of an outcome that has one.

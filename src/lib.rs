@@ -16,7 +16,7 @@
 //!    [`retry`] decides over failures.
 //! 3. [`handler`]: what an order means to the business, and both sides' contract; [`orders`] is the built-in one.
 //! 4. [`delivery`]: message id and digest. [`store`]: the tables.
-//! 5. [`consumer`]: the server's side: bind, pull, acknowledge, and the cure for every trouble.
+//! 5. [`consumer`]: the server's side: bind, pull, acknowledge, and the cure for every trouble. [`survey`]: what it has given up.
 //!
 //! Around it: [`cli`] and [`commands`], [`pause`], [`config`], [`health`], [`metrics`], [`telemetry`], [`http`], [`logging`], [`shutdown`],
 //! [`systemd`], [`errors`].
@@ -87,6 +87,7 @@ pub mod pause;
 pub mod retry;
 pub mod shutdown;
 pub mod store;
+pub mod survey;
 pub mod systemd;
 pub mod telemetry;
 pub mod worker;

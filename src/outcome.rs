@@ -86,7 +86,7 @@ pub enum Reason {
     AttemptsExhausted,
     /// `retry.max_attempts` runs of the handler started and never ended: it takes the process down.
     CrashLoop,
-    /// It failed on the last delivery that the consumer's `max_deliver` allows.
+    /// It failed on the last delivery that the consumer's `max_deliver` allows, or that one got lost and the server gave it up.
     LastDelivery,
 }
 

@@ -21,9 +21,10 @@ use crate::handler::Handler;
 use crate::health::ConsumerView;
 use crate::inbox::{Inbox, Outcomes, is_suspect};
 use crate::metrics::{DbErrorClass, Label, SeenBy};
-use crate::outcome::{Acknowledgement, Outcome};
+use crate::outcome::{Acknowledgement, Outcome, Reason};
 use crate::retry::RetryPolicy;
 use crate::store::{self, Gone, Prunable, Store};
+use crate::survey::{Survey, SurveyError, Surveyed};
 use crate::telemetry::{Reminder, Telemetry};
 
 /// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
@@ -92,8 +93,19 @@ pub struct Worker {
     /// Makes the job in hand stop at the next message.
     hurry: CancellationToken,
     view: Option<ConsumerView>,
+    given_up: GivenUp,
     prune_due: Instant,
     until: Until,
+}
+
+/// The search for messages that the server has given up.
+#[derive(Default)]
+struct GivenUp {
+    survey: Option<JoinHandle<Result<Surveyed, SurveyError>>>,
+    /// There was one since the start.
+    begun: bool,
+    /// How many the server had given up by its own figures when we last looked for them.
+    looked_into: u64,
 }
 
 /// A delivery that we owe the server an answer for, by stream sequence.
@@ -160,6 +172,7 @@ impl Worker {
             database: Database::default(),
             hurry: CancellationToken::new(),
             view: None,
+            given_up: GivenUp::default(),
             prune_due: Instant::now(),
             until,
             config,
@@ -184,15 +197,20 @@ impl Worker {
                 () = stop.cancelled() => break Ended::Done,
                 () = &mut pause => break Ended::Paused,
                 Some(done) = OptionFuture::from(self.job.as_mut()) => self.finish_job(done.map_err(WorkerError::Panicked)?).await?,
+                Some(found) = OptionFuture::from(self.given_up.survey.as_mut()) => self.surveyed(found).await,
                 _ = tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
-                    Event::Seen(view) => self.view = Some(view),
+                    Event::GivenUp(arrivals) => self.receive_given_up(arrivals),
+                    Event::Seen(view) => self.seen(view),
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
-                    Event::Bound { limits, stream_created_ns, former } => {
+                    Event::Bound { limits, stream_created_ns, former, view } => {
                         tick = interval(TICK_MAX.min(limits.ack_wait / 8));
                         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
                         self.bound(limits, stream_created_ns, former);
+                        // What could not be found over the last connection may be found over this one.
+                        self.given_up.looked_into = 0;
+                        self.seen(view);
                     }
                 },
             }
@@ -356,6 +374,79 @@ impl Worker {
         self.receive(current);
     }
 
+    /// Takes in messages that the server delivers no more: they go to the dead letters unless they were processed.
+    fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
+        let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
+        for (raw, reply) in arrivals {
+            let position = raw.position;
+            // One that we hold is at work, and that was its last delivery: it will have an outcome.
+            if self.held.contains_key(&position.stream_seq) {
+                continue;
+            }
+            self.count(position);
+            let held = Held { reply, published_ns: position.published_ns, touched: Instant::now() };
+            self.held.insert(position.stream_seq, held);
+            let mut delivery = Delivery::new(raw, &self.scheme);
+            delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
+            self.waiting.push(delivery);
+        }
+        self.telemetry.held(self.held.len());
+    }
+
+    /// A fresh look at stream and consumer.
+    fn seen(&mut self, view: ConsumerView) {
+        let evidence = Survey::evidence(&view);
+        self.given_up.looked_into = self.given_up.looked_into.min(evidence);
+        let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
+        // At the start, before anything of ours is pending, the figures tell less than they could.
+        let at_start = !self.given_up.begun && max_deliver.is_some() && view.num_redelivered > 0;
+        if (at_start || evidence > self.given_up.looked_into)
+            && self.given_up.survey.is_none()
+            && let Some(records) = self.consumer.records()
+        {
+            self.given_up.begun = true;
+            self.given_up.looked_into = evidence;
+            let survey = Survey {
+                records,
+                scheme: self.scheme.clone(),
+                database: self.config.database.path.clone(),
+                view: view.clone(),
+                max_deliver: max_deliver.unwrap_or(1),
+                bytes_max: self.config.batch.max_bytes,
+            };
+            self.given_up.survey = Some(tokio::spawn(survey.run()));
+        }
+        self.view = Some(view);
+    }
+
+    /// Draws the conclusions from a survey.
+    async fn surveyed(&mut self, found: Result<Result<Surveyed, SurveyError>, JoinError>) {
+        self.given_up.survey = None;
+        let found = match found {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) => {
+                tracing::error!(error = %chain(&error), "cannot find the messages that the server has given up");
+                return;
+            }
+            Err(error) => {
+                tracing::error!(%error, "the search for messages that the server has given up has failed");
+                return;
+            }
+        };
+        let lost = found.lost.len();
+        if lost > 0 {
+            tracing::error!(lost, "the server has given up messages that were never processed");
+            if found.partial {
+                self.given_up.looked_into = 0;
+            }
+        }
+        if (lost as u64) < found.evidence {
+            let processed = found.processed.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect::<Vec<_>>();
+            self.acknowledge(&processed, false).await;
+        }
+        self.receive_given_up(found.lost);
+    }
+
     /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.
     async fn keep_alive(&mut self) {
         self.telemetry.health.tick();
@@ -387,7 +478,8 @@ impl Worker {
 
     fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        self.held.is_empty() && self.inbox.is_some() && self.view.as_ref().is_some_and(nothing_pending)
+        let at_rest = self.held.is_empty() && self.inbox.is_some() && self.given_up.survey.is_none();
+        at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 
     fn prunable(&self) -> Prunable {
@@ -513,6 +605,13 @@ impl Waiting {
         self.deliveries.retain(which);
         self.bytes = self.deliveries.iter().map(Delivery::bytes).sum();
     }
+}
+
+fn given_up_text(max_deliver: Option<u64>) -> String {
+    let deliveries = max_deliver.map_or_else(|| "the".to_owned(), |max| format!("the {max}"));
+    format!(
+        "the server has given it up: {deliveries} deliveries that the consumer allows were made and none was acknowledged"
+    )
 }
 
 /// One line for each message that did not simply succeed. Never its payload.

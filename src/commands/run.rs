@@ -150,7 +150,8 @@ async fn sit_out_pause(
                     tracing::warn!(error = %chain(&error), "the consumer is not fit");
                     refused = true;
                 }
-                Event::Seen(_) | Event::Bound { .. } | Event::Deliveries(_) => {}
+                // What the server gives up meanwhile is found after the pause.
+                Event::Seen(_) | Event::Bound { .. } | Event::Deliveries(_) | Event::GivenUp(_) => {}
             },
         }
         telemetry.health.tick();

@@ -7,6 +7,7 @@ use std::time::Duration;
 use async_nats::{Client, ConnectOptions, Event, ServerError};
 use percent_encoding::percent_decode_str;
 
+use super::given_up::ADVISORY_PREFIX;
 use crate::config::{Auth, Nats};
 use crate::metrics::NatsErrorKind;
 use crate::telemetry::Telemetry;
@@ -179,6 +180,14 @@ fn note(telemetry: &Telemetry, event: &Event) {
             tracing::error!("the client dropped deliveries because nobody took them");
             telemetry.metrics.nats_errors.increment(NatsErrorKind::SlowConsumer, 1);
         }
+        Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) && is_about_advisories(text) => {
+            if telemetry.is_news(text) {
+                tracing::info!(
+                    "the server does not let us hear of messages that it gives up (an optional permission); they are looked \
+                     for now and then instead"
+                );
+            }
+        }
         Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) => {
             // One line for each kind of subject: the subject of an acknowledgement is another one for each delivery.
             let kind: String = text.split_inclusive('.').take(2).collect();
@@ -206,6 +215,10 @@ fn note(telemetry: &Telemetry, event: &Event) {
 
 fn is_permission_violation(text: &str) -> bool {
     text.to_ascii_lowercase().contains("permissions violation")
+}
+
+fn is_about_advisories(text: &str) -> bool {
+    text.to_ascii_uppercase().contains(ADVISORY_PREFIX)
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::{Arrival, BindError, Found};
-use crate::delivery::{Position, Raw, Reply, unix_ns};
+use crate::delivery::{Headers, Position, Raw, Reply, unix_ns};
 
 /// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
 const SCAN_MAX: usize = 10_000;
@@ -72,7 +72,7 @@ pub async fn oldest_published_at(client: &Client, found: &Found) -> Result<Optio
 }
 
 /// The subjects that the consumer is for.
-fn filters(config: &Config) -> Vec<&str> {
+pub fn filters(config: &Config) -> Vec<&str> {
     match (config.filter_subject.as_str(), &config.filter_subjects[..]) {
         ("", []) => vec![">"],
         (filter, []) => vec![filter],
@@ -92,24 +92,49 @@ pub struct Stored {
 impl Stored {
     /// The delivery of it that the client could not take in.
     pub fn into_arrival(self, stream: &str, consumer: &str, why: String) -> Arrival {
-        // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
-        let subject = format!("$JS.ACK.{stream}.{consumer}.1.{}.0.0.0", self.seq);
-        let position =
-            Position { delivered: 1, stream_seq: self.seq, consumer_seq: 0, published_ns: self.published_ns };
         let headers = vec![(RAW_HEADERS.to_owned(), BASE64.encode(&self.headers))];
-        let raw =
-            Raw { subject: self.subject, headers, payload: Bytes::from(self.payload), position, unreadable: Some(why) };
-        (raw, Reply { subject, delivered: 1 })
+        self.arrive(stream, consumer, 1, headers, Some(why))
+    }
+
+    /// The delivery that the server does not make any more, as if it were the `delivered`th.
+    pub fn into_last_arrival(self, stream: &str, consumer: &str, delivered: u64) -> Arrival {
+        match read_headers(&self.subject, &self.headers) {
+            Ok(headers) => self.arrive(stream, consumer, delivered, headers, None),
+            Err(why) => self.into_arrival(stream, consumer, why),
+        }
+    }
+
+    fn arrive(
+        self,
+        stream: &str,
+        consumer: &str,
+        delivered: u64,
+        headers: Headers,
+        unreadable: Option<String>,
+    ) -> Arrival {
+        // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
+        let subject = format!("$JS.ACK.{stream}.{consumer}.{delivered}.{}.0.0.0", self.seq);
+        let position = Position { delivered, stream_seq: self.seq, consumer_seq: 0, published_ns: self.published_ns };
+        let raw = Raw { subject: self.subject, headers, payload: Bytes::from(self.payload), position, unreadable };
+        (raw, Reply { subject, delivered })
     }
 }
 
 /// The first message from `seq` on whose subject matches; `None` if there is none.
 ///
 /// Asked for without the client's own types: they parse the headers, and that is what cannot be done here.
-async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> Result<Option<Stored>, BindError> {
+pub async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> Result<Option<Stored>, BindError> {
+    ask(client, stream, serde_json::json!({ "seq": seq, "next_by_subj": filter }).to_string()).await
+}
+
+/// The message with this sequence; `None` if the stream does not have it any more.
+pub async fn message_at(client: &Client, stream: &str, seq: u64) -> Result<Option<Stored>, BindError> {
+    ask(client, stream, serde_json::json!({ "seq": seq }).to_string()).await
+}
+
+async fn ask(client: &Client, stream: &str, request: String) -> Result<Option<Stored>, BindError> {
     const ASKED: &str = "a request for a stored message";
     let no_answer = |error: String| BindError::NoAnswer { asked: ASKED, error };
-    let request = serde_json::json!({ "seq": seq, "next_by_subj": filter }).to_string();
     let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
     let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
     read_answer(&answer.payload).map_err(no_answer)
@@ -168,44 +193,52 @@ impl Encoded {
 /// The order of its steps matters: a healthy message taken for an unreadable one would be an order lost (async-nats 0.51,
 /// `connection.rs`). Names and values go through the client's own checks.
 pub fn why_unreadable(subject: &str, block: &[u8]) -> Option<String> {
+    read_headers(subject, block).err()
+}
+
+/// The headers of a message as the client would hand them on, or what it trips over.
+fn read_headers(subject: &str, block: &[u8]) -> Result<Headers, String> {
     // The server's JSON shows bytes that are not UTF-8 as this character.
     if subject.contains(char::REPLACEMENT_CHARACTER) {
-        return Some("the subject is not UTF-8".to_owned());
+        return Err("the subject is not UTF-8".to_owned());
     }
     // With headers the client splits the line at any white space that Unicode knows; around the subject that changes nothing.
     if !block.is_empty() && subject.trim().contains(char::is_whitespace) {
-        return Some(format!("the subject {subject:?} has white space in it"));
+        return Err(format!("the subject {subject:?} has white space in it"));
     }
+    let mut headers = Headers::new();
     if block.is_empty() {
-        return None;
+        return Ok(headers);
     }
-    let Ok(text) = str::from_utf8(block) else { return Some("headers are not UTF-8".to_owned()) };
+    let Ok(text) = str::from_utf8(block) else { return Err("headers are not UTF-8".to_owned()) };
     let mut lines = text.lines().peekable();
     match lines.next().and_then(|version| version.strip_prefix("NATS/1.0")).map(str::trim) {
         Some("") => {}
         // The client takes it for a word of the server to us, not for a message.
-        Some(status) => return Some(format!("headers begin with the status {status:?}")),
-        None => return Some("headers do not begin with NATS/1.0".to_owned()),
+        Some(status) => return Err(format!("headers begin with the status {status:?}")),
+        None => return Err("headers do not begin with NATS/1.0".to_owned()),
     }
     while let Some(line) = lines.next() {
         if line.is_empty() {
             continue;
         }
         let Some((name, value)) = line.split_once(':') else {
-            return Some(format!("header line {line:?} has no colon"));
+            return Err(format!("header line {line:?} has no colon"));
         };
         if HeaderName::from_str(name).is_err() {
-            return Some(format!("header name {name:?} has a character that is not allowed"));
+            return Err(format!("header name {name:?} has a character that is not allowed"));
         }
         let mut value = value.trim_start().to_owned();
         while let Some(more) = lines.next_if(|line| line.starts_with(char::is_whitespace)) {
             value.push_str(more);
         }
-        if HeaderValue::from_str(value.trim_end()).is_err() {
-            return Some(format!("the value of header {name} has a carriage return in it"));
+        value.truncate(value.trim_end().len());
+        if HeaderValue::from_str(&value).is_err() {
+            return Err(format!("the value of header {name} has a carriage return in it"));
         }
+        headers.push((name.to_owned(), value));
     }
-    None
+    Ok(headers)
 }
 
 #[cfg(test)]

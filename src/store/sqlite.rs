@@ -229,6 +229,21 @@ pub async fn counts_of(path: &Path) -> Result<Counts, Error> {
     counts(&mut connection).await.map_err(|source| Error::new("counting rows", source))
 }
 
+/// What the database knows of each of `deliveries`, read beside a running daemon.
+///
+/// # Errors
+/// When it cannot be read.
+pub async fn known_of(path: &Path, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+    let mut connection = connect(&options(path).read_only(true), "opening the database to read").await?;
+    let mut known = Vec::with_capacity(deliveries.len());
+    for chunk in chunks(deliveries) {
+        let (sql, arguments) = known_query(chunk)?;
+        let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut connection).await;
+        known.extend(rows.map_err(|source| Error::new(LOOKING_UP, source))?.iter().map(known_claim));
+    }
+    Ok(known)
+}
+
 /// Whether the file could be used by `run`, without waiting, creating or changing anything.
 ///
 /// # Errors
@@ -295,28 +310,8 @@ impl Tx<'_> {
     pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
         let mut known = Vec::with_capacity(deliveries.len());
         for chunk in chunks(deliveries) {
-            let sql = values(
-                "SELECT seen.digest, EXISTS \
-                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) \
-                 FROM (VALUES ",
-                3,
-                chunk.len(),
-                ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 ORDER BY new.column3",
-            );
-            let mut arguments = SqliteArguments::default();
-            for (index, delivery) in (0_i64..).zip(chunk) {
-                bind(&mut arguments, delivery.id.as_str())?;
-                bind(&mut arguments, delivery.digest.0.as_slice())?;
-                bind(&mut arguments, index)?;
-            }
-            for row in self.fetch("looking ids up", sql, arguments).await? {
-                let processed = row.get::<Option<Vec<u8>>, _>(0).and_then(|digest| digest.try_into().ok());
-                known.push(match (row.get::<bool, _>(1), processed) {
-                    (true, _) => Claim::Dead,
-                    (false, Some(digest)) => Claim::Processed(Digest(digest)),
-                    (false, None) => Claim::New,
-                });
-            }
+            let (sql, arguments) = known_query(chunk)?;
+            known.extend(self.fetch(LOOKING_UP, sql, arguments).await?.iter().map(known_claim));
         }
         Ok(known)
     }
@@ -601,6 +596,36 @@ async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error
     .fetch_one(connection)
     .await?;
     Ok(Counts { processed_ids: ids.unsigned_abs(), dead_letters: dead.unsigned_abs() })
+}
+
+const LOOKING_UP: &str = "looking ids up";
+
+/// One row for each of `deliveries`, in their order, for [`known_claim`].
+fn known_query(deliveries: &[&Delivery]) -> Result<(String, SqliteArguments), Error> {
+    let sql = values(
+        "SELECT seen.digest, EXISTS \
+         (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) \
+         FROM (VALUES ",
+        3,
+        deliveries.len(),
+        ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 ORDER BY new.column3",
+    );
+    let mut arguments = SqliteArguments::default();
+    for (index, delivery) in (0_i64..).zip(deliveries) {
+        bind(&mut arguments, delivery.id.as_str())?;
+        bind(&mut arguments, delivery.digest.0.as_slice())?;
+        bind(&mut arguments, index)?;
+    }
+    Ok((sql, arguments))
+}
+
+fn known_claim(row: &SqliteRow) -> Claim {
+    let processed = row.get::<Option<Vec<u8>>, _>(0).and_then(|digest| digest.try_into().ok());
+    match (row.get::<bool, _>(1), processed) {
+        (true, _) => Claim::Dead,
+        (false, Some(digest)) => Claim::Processed(Digest(digest)),
+        (false, None) => Claim::New,
+    }
 }
 
 /// Cuts a batch into runs whose lengths are powers of two, so that a handful of statement texts serve every batch and stay in
