@@ -1,8 +1,10 @@
 //! `/metrics`, `/livez`, `/readyz` and `/status` over HTTP. Reads what [`Health`] and [`Metrics`] hold, decides
 //! nothing.
 //!
-//! Whoever can reach the port can do no harm with it: connections are few, short and served one request each.
+//! Whoever can reach the port can do no harm with it: connections are few, short and served one request each, and those that
+//! say nothing make room for those that ask.
 
+use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,14 +20,16 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Health;
 use crate::metrics::Metrics;
+use crate::telemetry::Reminder;
 
-/// Prometheus, a probe and a curious operator need three; the rest waits in the kernel's backlog.
+/// Prometheus, a probe and a curious operator need three. One more, and the oldest has to go: an answer takes milliseconds, so
+/// it is one that asks nothing or does not read, and nobody who asks has to wait for it.
 const CONNECTIONS_MAX: usize = 64;
 
 /// How long a client may take over its request line and headers.
@@ -38,7 +42,7 @@ const CONNECTION_LIMIT: Duration = Duration::from_secs(15);
 const HEADER_BYTES_MAX: usize = 8 * 1024;
 
 /// Pause after a failed accept. Without it a process out of file descriptors would spin on the same error.
-const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long answers in flight may take once the server is told to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(1);
@@ -47,14 +51,31 @@ const STOP_LIMIT: Duration = Duration::from_secs(1);
 pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Health>, shutdown: CancellationToken) {
     let router = router(metrics, health);
     let mut connections = JoinSet::new();
+    let mut oldest_first: VecDeque<AbortHandle> = VecDeque::new();
+    let mut reminder = Reminder::default();
     loop {
         tokio::select! {
             () = shutdown.cancelled() => break,
             Some(ended) = connections.join_next() => report_panic(ended),
-            accepted = listener.accept(), if connections.len() < CONNECTIONS_MAX => match accepted {
-                Ok((stream, _)) => { connections.spawn(serve_connection(stream, router.clone())); }
-                Err(error) => pause_after(error, &shutdown).await,
-            },
+            accepted = listener.accept() => {
+                oldest_first.retain(|connection| !connection.is_finished());
+                if (accepted.is_err() || oldest_first.len() >= CONNECTIONS_MAX)
+                    && let Some(oldest) = oldest_first.pop_front()
+                {
+                    oldest.abort();
+                }
+                match accepted {
+                    Ok((stream, _)) => {
+                        oldest_first.push_back(connections.spawn(serve_connection(stream, router.clone())));
+                    }
+                    Err(error) => {
+                        if reminder.is_due(&error.to_string()) {
+                            tracing::warn!(%error, "accepting an http connection failed, probes may go unanswered");
+                        }
+                        shutdown.run_until_cancelled(sleep(ACCEPT_PAUSE)).await;
+                    }
+                }
+            }
         }
     }
     drop(listener);
@@ -153,16 +174,10 @@ async fn serve_connection(stream: TcpStream, router: Router) {
     }
 }
 
-async fn pause_after(error: io::Error, shutdown: &CancellationToken) {
-    tracing::warn!(%error, "accepting a connection failed");
-    tokio::select! {
-        () = shutdown.cancelled() => {}
-        () = sleep(ACCEPT_PAUSE) => {}
-    }
-}
-
 fn report_panic(ended: Result<(), JoinError>) {
-    if let Err(error) = ended {
+    if let Err(error) = ended
+        && error.is_panic()
+    {
         tracing::error!(%error, "an http connection's task failed");
     }
 }
@@ -172,6 +187,7 @@ mod tests {
     use std::sync::Mutex;
     use std::time::Instant;
 
+    use futures_util::FutureExt;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::task::JoinHandle;
     use tokio_util::sync::DropGuard;
@@ -327,19 +343,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn clients_that_take_every_connection_and_say_nothing_are_dropped() {
+    async fn clients_that_take_every_connection_and_say_nothing_make_room_for_one_that_asks() {
         let server = start().await;
-        let mut silent = Vec::new();
-        for _ in 0..CONNECTIONS_MAX {
+        let mut silent = VecDeque::new();
+        for _ in 0..4 * CONNECTIONS_MAX {
             let mut stream = server.connect().await;
             stream.write_all(b"GET /livez HTTP/1.1\r\nHost: ").await.unwrap();
-            silent.push(stream);
+            silent.push_back(stream);
         }
-        let answer =
-            timeout(HEADER_LIMIT * 3, server.ask("GET", "/livez")).await.expect("served after the header limit");
+        let answer = timeout(HEADER_LIMIT * 3, server.ask("GET", "/livez")).await.expect("served");
         assert_eq!(status_of(&answer), "200");
-        let closed = timeout(HEADER_LIMIT, read_to_end(&mut silent[0])).await;
-        assert!(closed.is_ok(), "a silent client is closed");
+        let mut youngest = silent.pop_back().unwrap();
+        let still_open = youngest.read(&mut [0]).now_or_never();
+        assert!(still_open.is_none(), "nobody had to wait for the header limit: {still_open:?}");
+        for mut stream in [silent.pop_front().unwrap(), youngest] {
+            timeout(HEADER_LIMIT * 3, read_to_end(&mut stream)).await.expect("a silent client is closed in the end");
+        }
     }
 
     #[tokio::test]
