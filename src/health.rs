@@ -8,6 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Serialize, Serializer};
 
+use crate::logging;
 use crate::metrics::Metrics;
 use crate::pause::Pause;
 
@@ -172,6 +173,7 @@ impl Health {
         metrics.ready.set(flag(state.problems((self.clock)()).is_empty()));
         metrics.draining.set(flag(state.draining));
         metrics.paused.set(flag(state.pause.is_some()));
+        metrics.log_lines_dropped.absolute(logging::dropped_lines());
         metrics.nats_connected.set(flag(state.connected.is_ok()));
         metrics.held_deliveries.set(state.held as f64);
         metrics.committed_stream_seq.set(state.committed_stream_seq as f64);

@@ -1,10 +1,15 @@
 //! The log: one line per event on stderr, as text or JSON, with a level that can be changed while running.
 //!
-//! Writing is synchronous: a line is out, or lost to a closed stderr, before the program goes on, so what led to a
-//! crash is in the log. A reader that stops reading therefore stops the daemon, and liveness shows it.
+//! Writing is synchronous: a line is out, or lost, before the program goes on, so what led to a crash is in the log. But a
+//! reader that stops reading holds up nothing for longer than [`PATIENCE`]: then lines are dropped, and counted, until it reads
+//! again. Orders are worth more than what is said about them.
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
@@ -18,7 +23,7 @@ pub fn init(level: &str, format: LogFormat) -> Result<Reload, InitError> {
     let (filter, handle) = reload::Layer::new(parse_level(level)?);
     let lines = match format {
         LogFormat::Auto if io::stderr().is_terminal() => text(),
-        LogFormat::Auto | LogFormat::Json => json(io::stderr),
+        LogFormat::Auto | LogFormat::Json => json(|| Stderr),
         LogFormat::Text => text(),
     };
     tracing_subscriber::registry().with(filter).with(lines).try_init()?;
@@ -109,7 +114,7 @@ where
     S: tracing::Subscriber + for<'span> LookupSpan<'span>,
 {
     let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    fmt::layer().with_writer(io::stderr).with_ansi(ansi).log_internal_errors(false).boxed()
+    fmt::layer().with_writer(|| Stderr).with_ansi(ansi).log_internal_errors(false).boxed()
 }
 
 /// `log_internal_errors`, here and above: the library reports a failed write with `eprintln!`, which panics when stderr
@@ -127,6 +132,73 @@ where
         .with_writer(writer)
         .log_internal_errors(false)
         .boxed()
+}
+
+/// How long a line waits for a reader that was there until now.
+const PATIENCE: Duration = Duration::from_millis(500);
+/// A pipe that says it can be written takes this much without blocking (POSIX's PIPE_BUF on Linux).
+const PIECE_BYTES: usize = 4096;
+
+static DROPPED_LINES: AtomicU64 = AtomicU64::new(0);
+static READER: Mutex<Reader> = Mutex::new(Reader { reads: true, cut: false });
+
+/// How many lines nobody got to read, because stderr was full or failed.
+pub fn dropped_lines() -> u64 {
+    DROPPED_LINES.load(Ordering::Relaxed)
+}
+
+/// What we know of whoever reads stderr.
+struct Reader {
+    reads: bool,
+    /// The last line was dropped in its middle.
+    cut: bool,
+}
+
+/// Standard error, never waited for without a bound.
+struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        // Held over the whole line: room that one thread was promised must not be filled by another.
+        let mut reader = READER.lock().unwrap_or_else(PoisonError::into_inner);
+        let written = reader.write(line);
+        if written.is_err() {
+            DROPPED_LINES.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Reader {
+    fn write(&mut self, line: &[u8]) -> io::Result<()> {
+        let mut stderr = io::stderr().lock();
+        if self.cut {
+            self.wait(&stderr)?;
+            stderr.write_all(b"\n")?;
+            self.cut = false;
+        }
+        for piece in line.chunks(PIECE_BYTES) {
+            self.wait(&stderr)?;
+            stderr.write_all(piece)?;
+            self.cut = true;
+        }
+        self.cut = false;
+        Ok(())
+    }
+
+    /// Waits for room; not again before there was some.
+    fn wait(&mut self, stderr: &io::StderrLock<'_>) -> io::Result<()> {
+        let patience = if self.reads { PATIENCE } else { Duration::ZERO };
+        let timeout = Timespec { tv_sec: 0, tv_nsec: patience.subsec_nanos().into() };
+        let mut fds = [PollFd::new(stderr, PollFlags::OUT)];
+        let ready = rustix::io::retry_on_intr(|| poll(&mut fds, Some(&timeout)))?;
+        self.reads = ready > 0;
+        if self.reads { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
 }
 
 #[cfg(test)]

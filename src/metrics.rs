@@ -62,6 +62,8 @@ declare_metrics! {
         "Errors of the database, by class.";
     ids_pruned: Counter = "order_processor_ids_pruned_total",
         "Processed ids removed because their message can no longer be delivered again.";
+    log_lines_dropped: Counter = "order_processor_log_lines_dropped_total",
+        "Lines of the log that were dropped because stderr was full or failed.";
 
     consumer_ack_floor_stream_seq: Gauge = "order_processor_consumer_ack_floor_stream_seq",
         "Stream sequence up to which everything is acknowledged, as the server reports it.";
@@ -357,6 +359,7 @@ mod tests {
         "consumer_rebinds_total",
         "db_errors_total",
         "ids_pruned_total",
+        "log_lines_dropped_total",
     ];
 
     const GAUGES: &[&str] = &[

@@ -15,7 +15,7 @@ use crate::consumer::{Consumer, Event, Room};
 use crate::errors::chain;
 use crate::handler::Handler;
 use crate::http;
-use crate::logging::Reload;
+use crate::logging::{self, Reload};
 use crate::pause::{self, Pause};
 use crate::shutdown;
 use crate::store::{Counts, OpenError, Store};
@@ -189,8 +189,15 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
 
 async fn upkeep(telemetry: Arc<Telemetry>, ending: CancellationToken) {
     let mut every = tokio::time::interval(UPKEEP_EVERY);
+    let mut told = 0;
     while ending.run_until_cancelled(every.tick()).await.is_some() {
         telemetry.metrics.upkeep();
+        let dropped = logging::dropped_lines();
+        if dropped > told {
+            tracing::warn!(lines = dropped - told, "lines of this log were dropped, nobody read them");
+            // If this line got through, somebody reads again.
+            told = if logging::dropped_lines() == dropped { dropped } else { told };
+        }
     }
 }
 

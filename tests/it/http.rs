@@ -8,7 +8,7 @@ use crate::support::nats::{consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 /// Name and type of every metric of our own.
-const METRICS: [(&str, &str); 37] = [
+const METRICS: [(&str, &str); 38] = [
     ("deliveries_total", "counter"),
     ("redeliveries_total", "counter"),
     ("outcomes_total", "counter"),
@@ -19,6 +19,7 @@ const METRICS: [(&str, &str); 37] = [
     ("consumer_rebinds_total", "counter"),
     ("db_errors_total", "counter"),
     ("ids_pruned_total", "counter"),
+    ("log_lines_dropped_total", "counter"),
     ("consumer_ack_floor_stream_seq", "gauge"),
     ("consumer_ack_floor_consumer_seq", "gauge"),
     ("consumer_delivered_stream_seq", "gauge"),
