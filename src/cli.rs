@@ -210,6 +210,7 @@ fn run_code(error: &RunError) -> u8 {
             | OpenError::Foreign { .. }
             | OpenError::Held { .. }
             | OpenError::Damaged { .. }
+            | OpenError::NotWritable { .. }
             | OpenError::Io { .. } => OPERATOR,
             OpenError::Database { .. } => FAILED,
         },

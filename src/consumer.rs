@@ -765,6 +765,7 @@ impl Found {
             stream_first_seq: state.first_sequence,
             stream_last_seq: state.last_sequence,
             paused: consumer.paused,
+            last_published_at: at_unix_ns(state.last_timestamp.unix_timestamp_nanos()),
             oldest_published_at: self.oldest_published_at,
             taken_at: SystemTime::now(),
         }
@@ -847,6 +848,11 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found
         _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
     })?;
     Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None, age_unknown: false })
+}
+
+/// A stream without any message says that its last one came in the year 1.
+fn at_unix_ns(unix_ns: i128) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_nanos(u64::try_from(unix_ns).unwrap_or(0))
 }
 
 /// `None` for a message that the server did not hand out from a stream.

@@ -240,6 +240,9 @@ pub struct ConsumerView {
     pub stream_first_seq: u64,
     pub stream_last_seq: u64,
     pub paused: bool,
+    /// When the stream last stored a message, by the server's clock.
+    #[serde(serialize_with = "serialize_time")]
+    pub last_published_at: SystemTime,
     /// When the oldest message that the ack floor has not passed was published; `None` if there is none.
     #[serde(serialize_with = "serialize_optional_time")]
     pub oldest_published_at: Option<SystemTime>,
@@ -462,6 +465,7 @@ mod tests {
             stream_first_seq: 1,
             stream_last_seq: 10 + num_pending,
             paused: false,
+            last_published_at: SystemTime::now(),
             oldest_published_at: None,
             taken_at: SystemTime::UNIX_EPOCH,
         }

@@ -80,6 +80,12 @@ pub enum OpenError {
     Foreign { path: PathBuf, version: i64 },
     #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
     Held { path: PathBuf, holder: String },
+    #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
+    NotWritable {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("cannot use {}", path.display())]
     Io {
         path: PathBuf,

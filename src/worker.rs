@@ -245,7 +245,7 @@ impl Worker {
                 let result = inbox.process(&batch, &hurry).await;
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
             }));
-        } else if self.prune_due <= now {
+        } else if self.view.is_some() && self.prune_due <= now {
             let prunable = self.prunable();
             self.job = Some(tokio::spawn(async move {
                 let result = inbox.store().prune(prunable, PRUNE_STEP).await;
@@ -360,6 +360,7 @@ impl Worker {
             // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
             // alone and would hit a message of the new stream: nobody is told.
             self.held.clear();
+            self.view = None;
             for (raw, reply) in former {
                 if raw.position.published_ns < stream_created_ns {
                     self.count(raw.position);
@@ -491,7 +492,10 @@ impl Worker {
             }
             Retention::For(age) => (age, None),
         };
-        Prunable { before_ns: SystemTime::now().checked_sub(age).map_or(0, unix_ns), gone }
+        // By our clock and by the stream's, whichever is behind: one that jumps ahead must make no id look old.
+        let last_published_at = self.view.as_ref().map_or(SystemTime::UNIX_EPOCH, |view| view.last_published_at);
+        let now = SystemTime::now().min(last_published_at);
+        Prunable { before_ns: now.checked_sub(age).map_or(0, unix_ns), gone }
     }
 
     fn database_works(&mut self) {

@@ -10,6 +10,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::Access;
 use sqlx::migrate::{MigrateError, Migrator};
 use sqlx::sqlite::{SqliteArguments, SqliteConnectOptions, SqliteJournalMode, SqliteRow, SqliteSynchronous};
 use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
@@ -26,8 +27,10 @@ static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a starting process waits for the one before it to let go of the file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
-/// A WAL that a long reader has made larger than this is cut back at the next checkpoint.
-const WAL_LIMIT_BYTES: &str = "67108864";
+/// A WAL that a long reader has made larger than this is cut back when the reader has gone.
+const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
+/// How often that is tried, since it waits for readers as long as [`BUSY_TIMEOUT`] says.
+const WAL_LIMIT_EVERY: Duration = Duration::from_secs(60);
 /// Rows in one statement at most. SQLite allows 32,766 variables; [`Tx::record_orders`] binds five a row.
 const ROWS_MAX: usize = 512;
 
@@ -45,6 +48,8 @@ pub struct Store {
     faulted: bool,
     /// Whether `attempts` may have rows. Only this process writes it, so the happy path need not ask.
     any_attempts: bool,
+    /// No look at the size of the WAL before this.
+    wal_due: Instant,
     _lock: Lock,
 }
 
@@ -60,7 +65,7 @@ impl Store {
         if path.exists() {
             require_known_schema(path).await?;
         } else {
-            create(path).map_err(|source| OpenError::Io { path: path.to_owned(), source })?;
+            create(path).map_err(|source| unusable(path, source))?;
         }
         Self::open_file(path, lock).await
     }
@@ -80,7 +85,7 @@ impl Store {
             .journal_mode(SqliteJournalMode::Wal)
             // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
             .synchronous(SqliteSynchronous::Full)
-            .pragma("journal_size_limit", WAL_LIMIT_BYTES);
+            .pragma("journal_size_limit", WAL_LIMIT_BYTES.to_string());
         let mut connection = connect(&options, "opening the database").await.map_err(failed)?;
         MIGRATIONS.run(&mut connection).await.map_err(|error| {
             let source = match error {
@@ -101,6 +106,7 @@ impl Store {
             identity: identity(path),
             faulted: false,
             any_attempts,
+            wal_due: Instant::now(),
             _lock: lock,
         })
     }
@@ -109,10 +115,11 @@ impl Store {
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
         self.abandon().await;
         self.require_same_file()?;
-        let connection = match self.connection.take() {
+        let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.reopen().await?,
         };
+        self.limit_wal(&mut connection).await;
         let connection = self.connection.insert(connection);
         self.clean = false;
         let (faulted, any_attempts) = (&mut self.faulted, &mut self.any_attempts);
@@ -168,6 +175,26 @@ impl Store {
         Ok(connection)
     }
 
+    /// SQLite starts the WAL over when a commit finds no reader in it. A reader that stays, or one that overlaps with the next,
+    /// keeps it from that; here it is insisted on, and if that is in vain somebody is told, for the disk fills up.
+    async fn limit_wal(&mut self, connection: &mut SqliteConnection) {
+        let wal_bytes = self.sizes().wal;
+        if wal_bytes <= WAL_LIMIT_BYTES || Instant::now() < self.wal_due {
+            return;
+        }
+        self.wal_due = Instant::now() + WAL_LIMIT_EVERY;
+        let busy = sqlx::query_scalar("PRAGMA wal_checkpoint(TRUNCATE)").fetch_one(connection).await;
+        match busy {
+            Ok(0_i64) => tracing::info!(wal_bytes, "the WAL was cut back"),
+            Ok(_) => tracing::warn!(
+                wal_bytes,
+                "the WAL grows, since another program keeps a transaction open on the database; end it before the disk is full"
+            ),
+            // The transaction that comes next tells more, if this was no coincidence.
+            Err(error) => tracing::warn!(wal_bytes, %error, "the WAL cannot be cut back"),
+        }
+    }
+
     /// How many ids and dead letters there are. Cheap at any size.
     pub async fn counts(&mut self) -> Result<Counts, Error> {
         let mut tx = self.begin().await?;
@@ -177,10 +204,12 @@ impl Store {
     }
 
     /// Drops up to `limit` of the oldest ids, as long as each is `prunable`. Returns how many went; fewer than `limit` means
-    /// that none is left to drop.
+    /// that none is left to drop. Attempts that nobody has touched for as long go with them: their message has vanished, or
+    /// starts from the first attempt if it comes after all.
     pub async fn prune(&mut self, prunable: Prunable, limit: u32) -> Result<u64, Error> {
         const DOING: &str = "pruning ids";
         let mut tx = self.begin().await?;
+        tx.forget_old_attempts(prunable.before_ns, limit).await?;
         let oldest: Vec<(i64, i64, i64)> =
             sqlx::query_as("SELECT rowid, processed_at, stream_seq FROM processed_ids ORDER BY rowid LIMIT ?")
                 .bind(limit)
@@ -250,6 +279,7 @@ pub async fn known_of(path: &Path, deliveries: &[&Delivery]) -> Result<Vec<Claim
 /// The same as [`Store::open`]. A file that is in use is no error here: the daemon itself may be running.
 pub async fn check(path: &Path) -> Result<(), OpenError> {
     require_folder(path)?;
+    require_access(path)?;
     require_sqlite(path)?;
     if path.exists() { require_known_schema(path).await } else { Ok(()) }
 }
@@ -291,7 +321,8 @@ impl Tx<'_> {
                 bind(&mut arguments, delivery.id.as_str())?;
                 bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
                 bind(&mut arguments, delivery.digest.0.as_slice())?;
-                bind(&mut arguments, now_ns)?;
+                // A clock that is behind must not make the id look older than its message: it would be pruned too early.
+                bind(&mut arguments, now_ns.max(delivery.raw.position.published_ns))?;
             }
             for row in self.fetch("claiming ids", sql, arguments).await? {
                 if let Some(position) = positions.get(&row.get::<i64, _>(0)) {
@@ -411,6 +442,17 @@ impl Tx<'_> {
         Ok(())
     }
 
+    async fn forget_old_attempts(&mut self, before_ns: i64, limit: u32) -> Result<(), Error> {
+        if !*self.any_attempts {
+            return Ok(());
+        }
+        let mut arguments = SqliteArguments::default();
+        bind(&mut arguments, before_ns)?;
+        bind(&mut arguments, limit)?;
+        let sql = "DELETE FROM attempts WHERE id IN (SELECT id FROM attempts WHERE updated_at < ? LIMIT ?)".to_owned();
+        self.execute("forgetting old attempts", sql, arguments).await.map(drop)
+    }
+
     /// Marks the point that [`Tx::undo`] returns to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
         self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await.map(drop)
@@ -479,8 +521,11 @@ impl Error {
             Some(13) => DbErrorClass::Full,
             // Too big, constraint, type mismatch: all about the values of one row.
             Some(18..=20) => DbErrorClass::Constraint,
-            None if matches!(source, sqlx::Error::Io(_)) => DbErrorClass::Io,
-            Some(_) | None => DbErrorClass::Other,
+            Some(_) => DbErrorClass::Other,
+            None => match &source {
+                sqlx::Error::Io(error) => io_class(error),
+                _ => DbErrorClass::Other,
+            },
         };
         Self { doing, class, source }
     }
@@ -497,6 +542,14 @@ fn create(path: &Path) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
 
+fn io_class(error: &io::Error) -> DbErrorClass {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => DbErrorClass::Full,
+        io::ErrorKind::ReadOnlyFilesystem => DbErrorClass::ReadOnly,
+        _ => DbErrorClass::Io,
+    }
+}
+
 fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
@@ -507,7 +560,7 @@ async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {
     loop {
         match Lock::try_acquire(path) {
             Ok(lock) => return Ok(lock),
-            Err(LockError::Io(source)) => return Err(OpenError::Io { path: path.to_owned(), source }),
+            Err(LockError::Io(source)) => return Err(unusable(path, source)),
             Err(LockError::Held(holder)) if Instant::now() >= deadline => {
                 return Err(OpenError::Held { path: path.to_owned(), holder });
             }
@@ -522,6 +575,17 @@ async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {
     }
 }
 
+/// What time may mend is waited for; the rest is for the operator.
+fn unusable(path: &Path, source: io::Error) -> OpenError {
+    let class = io_class(&source);
+    let path = path.to_owned();
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => OpenError::NotWritable { path, source },
+        _ if class == DbErrorClass::Io => OpenError::Io { path, source },
+        _ => OpenError::Database { path, source: Error::new("locking the database", sqlx::Error::Io(source)) },
+    }
+}
+
 fn require_folder(path: &Path) -> Result<(), OpenError> {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
@@ -531,10 +595,21 @@ fn require_folder(path: &Path) -> Result<(), OpenError> {
     }
 }
 
+/// SQLite needs to make files of its own beside the database.
+fn require_access(path: &Path) -> Result<(), OpenError> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder_access = (folder, Access::WRITE_OK | Access::EXEC_OK);
+    let file_access = Some((path, Access::READ_OK | Access::WRITE_OK)).filter(|_| path.exists());
+    for (path, access) in [folder_access].into_iter().chain(file_access) {
+        rustix::fs::access(path, access).map_err(|error| unusable(path, error.into()))?;
+    }
+    Ok(())
+}
+
 /// Looks at the first bytes before anything opens the file for writing.
 fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
-    let io_error = |source| OpenError::Io { path: path.to_owned(), source };
+    let io_error = |source| unusable(path, source);
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

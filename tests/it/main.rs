@@ -6,10 +6,13 @@
 
 mod consumers;
 mod desk;
+mod disks;
 mod handlers;
 mod http;
+mod ids;
 mod inputs;
 mod kills;
+mod processes;
 mod seeds;
 mod settings;
 mod stopping;

@@ -72,16 +72,21 @@ impl DaemonSpec {
     }
 
     pub fn start_with(&self, arguments: &[&str]) -> Daemon {
+        self.spawn(self.command(arguments), None)
+    }
+
+    /// As [`start_with`](Self::start_with), with a [`command`](Self::command) that differs.
+    /// `log`: a stream in the place of the log file.
+    pub fn spawn(&self, mut command: Command, log: Option<Stdio>) -> Daemon {
         let place = self.folder.path();
         let log_file =
             (1..).map(|n| place.join(format!("stderr-{n}.log"))).find(|file| !file.exists()).expect("endless");
         let stderr = File::create(&log_file).expect("the log file can be created");
         let stdout = File::create(log_file.with_extension("out")).expect("the output file can be created");
-        let child = self
-            .command(arguments)
+        let child = command
             .stdin(Stdio::null())
             .stdout(stdout)
-            .stderr(stderr)
+            .stderr(log.unwrap_or_else(|| stderr.into()))
             .spawn()
             .expect("the daemon's binary can be started");
         Daemon { child, log_file, http_port: self.http_port }
@@ -104,8 +109,16 @@ impl DaemonSpec {
 
     /// The binary with only our environment, so that the developer's own settings do not leak into a test.
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_order-processor"));
-        command.args(arguments).current_dir(self.folder.path()).env_clear().envs(&self.environment);
+        self.command_through(&[], arguments)
+    }
+
+    /// The same, run by a program such as `nsenter` that becomes the daemon.
+    pub fn command_through(&self, through: &[&str], arguments: &[&str]) -> Command {
+        let mut words = through.to_vec();
+        words.push(env!("CARGO_BIN_EXE_order-processor"));
+        words.extend(arguments);
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).current_dir(self.folder.path()).env_clear().envs(&self.environment);
         command
     }
 }
@@ -173,6 +186,10 @@ impl Drop for Tracer {
 impl Daemon {
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    pub fn http_address(&self) -> String {
+        format!("127.0.0.1:{}", self.http_port)
     }
 
     /// Attaches strace, which injects faults into system calls; `None` where it is not installed.
@@ -333,6 +350,12 @@ impl Metrics {
         Self(samples.collect())
     }
 
+    /// Over all values of its label.
+    pub fn sum(&self, name: &str) -> f64 {
+        let series = format!("order_processor_{name}{{");
+        self.0.iter().filter(|(name, _)| name.starts_with(&series)).map(|(_, value)| value).sum()
+    }
+
     pub fn get(&self, name: &str) -> Option<f64> {
         self.0.get(&format!("order_processor_{name}")).copied()
     }
@@ -352,6 +375,13 @@ impl Db {
     /// A connection that may write: for tests that stand in the daemon's way.
     pub async fn open_to_write(&self) -> SqliteConnection {
         self.try_open(false).await.unwrap_or_else(|error| panic!("{}: {error}", self.file.display()))
+    }
+
+    /// Somebody else writes the database, for as long as this connection lives.
+    pub async fn lock(&self) -> SqliteConnection {
+        let mut writer = self.open_to_write().await;
+        sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.expect("the database is not locked already");
+        writer
     }
 
     async fn try_open(&self, read_only: bool) -> sqlx::Result<SqliteConnection> {

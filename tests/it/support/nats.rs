@@ -292,6 +292,11 @@ pub fn consumer_config() -> consumer::pull::Config {
     }
 }
 
+/// A consumer that delivers again what is not kept alive, after the shortest time that the start gate allows.
+pub fn impatient_consumer_config() -> consumer::pull::Config {
+    consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() }
+}
+
 /// A consumer that never delivers a message again by itself: only because somebody handed it back.
 pub fn patient_consumer_config() -> consumer::pull::Config {
     consumer::pull::Config { ack_wait: NEVER, ..consumer_config() }

@@ -1,0 +1,367 @@
+//! What can happen to the database file while the daemon runs. Nothing is acknowledged, nothing held is lost, no attempt is
+//! spent, the cause is shown, and work goes on by itself when the fault is over.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use async_nats::HeaderMap;
+use sqlx::{Connection, SqliteConnection};
+use tempfile::TempDir;
+
+use crate::support::nats::impatient_consumer_config;
+use crate::support::{Broker, Daemon, DaemonSpec, PATIENCE, at_least, eventually};
+
+/// A small tmpfs that only this value's mount namespace sees: nothing has to be cleaned up, however the test ends.
+struct SmallDisk {
+    folder: TempDir,
+    /// Holds the namespace, and ends when its stdin does.
+    keeper: Child,
+    entry: Vec<&'static str>,
+}
+
+impl SmallDisk {
+    /// `None`, and it says so, where neither root nor an unprivileged user may mount anything.
+    fn mount() -> Option<Self> {
+        const AS_ROOT: [&[&str]; 2] = [&["--mount"], &["--mount"]];
+        const AS_USER: [&[&str]; 2] =
+            [&["--mount", "--user", "--map-root-user"], &["--mount", "--user", "--preserve-credentials"]];
+        let folder = TempDir::new().unwrap();
+        for [unshare, enter] in [AS_ROOT, AS_USER] {
+            let script = "mount -t tmpfs -o size=4m none \"$0\" && mkdir \"$0/db\" && echo mounted && exec cat";
+            let mut keeper = Command::new("unshare")
+                .args(unshare)
+                .args(["sh", "-c", script])
+                .arg(folder.path())
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+            let mut line = String::new();
+            BufReader::new(keeper.stdout.take().unwrap()).read_line(&mut line).unwrap();
+            if line == "mounted\n" {
+                return Some(Self { folder, keeper, entry: enter.to_vec() });
+            }
+            keeper.wait().unwrap();
+        }
+        eprintln!("NOT TESTED: no tmpfs can be mounted here, neither as root nor in a user namespace");
+        None
+    }
+
+    /// A command in this namespace.
+    fn enter(&self, run: impl FnOnce(&[&str]) -> Command) -> Command {
+        let target = format!("--target={}", self.keeper.id());
+        let mut through = vec!["nsenter", &target];
+        through.extend(&self.entry);
+        run(&through)
+    }
+
+    fn spec(&self, server_url: String) -> DaemonSpec {
+        let database = self.folder.path().join("db/orders.db");
+        DaemonSpec::new(server_url).set("database.url", format!("sqlite://{}", database.display()))
+    }
+
+    fn start(&self, spec: &DaemonSpec) -> Daemon {
+        spec.spawn(self.enter(|through| spec.command_through(through, &["run"])), None)
+    }
+
+    fn shell(&self, script: &str) {
+        let mut command = self.enter(|through| {
+            let mut command = Command::new(through[0]);
+            command.args(&through[1..]).args(["sh", "-c", script]).arg(self.folder.path());
+            command
+        });
+        assert!(command.status().unwrap().success(), "{script}");
+    }
+
+    /// A file of the disk, as we see it from outside.
+    fn path(&self, name: &str) -> PathBuf {
+        let root = PathBuf::from(format!("/proc/{}/root", self.keeper.id()));
+        root.join(self.folder.path().strip_prefix("/").unwrap()).join(name)
+    }
+
+    fn fill(&self) {
+        let mut ballast = File::create(self.path("ballast")).unwrap();
+        while ballast.write_all(&[0; 4096]).is_ok() {}
+    }
+
+    fn free(&self) {
+        std::fs::remove_file(self.path("ballast")).unwrap();
+    }
+
+    /// Whoever opens a file in the database's folder from now on may only read it.
+    fn make_read_only(&self) {
+        self.shell("mount --bind \"$0/db\" \"$0/db\" && mount -o remount,bind,ro \"$0/db\"");
+    }
+
+    fn make_writable(&self) {
+        self.shell("umount \"$0/db\"");
+    }
+
+    /// The database of a daemon that has ended, brought to where the spec's own would be.
+    fn copy_database(&self, spec: &DaemonSpec) {
+        for suffix in ["", "-wal"] {
+            let from = self.path(&format!("db/orders.db{suffix}"));
+            if from.exists() {
+                std::fs::copy(from, format!("{}{suffix}", spec.database().display())).unwrap();
+            }
+        }
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        drop(self.keeper.stdin.take());
+        drop(self.keeper.wait());
+    }
+}
+
+/// Orders that do not fit into what a database has left over.
+async fn publish_large(broker: &Broker, count: usize) {
+    for _ in 0..count {
+        broker.publish_to("ORDERS.new", HeaderMap::new(), vec![b'x'; 10_000]).await;
+    }
+}
+
+/// Refused so often that `ack_wait` has passed more than once; and yet all that is held was delivered once.
+async fn refused_for_long(broker: &Broker, worker: &Daemon, class: &str) {
+    let before = worker.metrics().await.sum("db_errors_total");
+    eventually("it tries again and again", PATIENCE, async || {
+        at_least(worker.metrics().await.sum("db_errors_total"), before + 3.0)
+    })
+    .await;
+    let of_class = worker.metrics().await.get(&format!("db_errors_total{{class=\"{class}\"}}"));
+    assert!(of_class >= Some(1.0), "{class}: {of_class:?}");
+    let info = broker.consumer_info().await;
+    assert!(info.num_ack_pending > 0, "orders are held");
+    assert_eq!(info.delivered.consumer_sequence, info.delivered.stream_sequence, "and kept alive: {info:?}");
+    assert_eq!(worker.get("/livez").await.0, 200, "waiting is no reason to be restarted");
+}
+
+async fn all_went_well(broker: &Broker, spec: &DaemonSpec, orders: u64) {
+    let info = broker.consumer_info().await;
+    assert_eq!(info.ack_floor.stream_sequence, orders);
+    assert_eq!(info.delivered.consumer_sequence, orders, "each was delivered once");
+    spec.db().applied_once(i64::try_from(orders).unwrap()).await;
+    assert_eq!(spec.db().count("attempts").await, 0, "no attempt is spent");
+}
+
+#[tokio::test]
+async fn a_full_disk_and_then_a_read_only_one_hold_up_and_cost_nothing() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = disk.spec(server.url()).set("retry.max_attempts", "1");
+    let mut worker = disk.start(&spec);
+    worker.ready().await;
+    broker.publish_numbered(1..=20).await;
+    broker.acknowledged(20).await;
+
+    disk.fill();
+    publish_large(&broker, 100).await;
+    worker.not_ready("database or disk is full").await;
+    refused_for_long(&broker, &worker, "full").await;
+
+    disk.make_read_only();
+    disk.free();
+    worker.not_ready("readonly database").await;
+    refused_for_long(&broker, &worker, "read_only").await;
+
+    disk.make_writable();
+    broker.acknowledged(120).await;
+    worker.ready().await;
+    worker.logged(&["the database works again"]).await;
+    let reported = worker.log().lines().filter(|line| line.contains("the database does not work")).count();
+    assert!(reported <= 6, "each cause is said once, not at each of the attempts: {}", worker.log());
+    worker.drain().await;
+    disk.copy_database(&spec);
+    all_went_well(&broker, &spec, 120).await;
+}
+
+#[tokio::test]
+async fn a_full_disk_at_the_start_and_a_read_only_one_are_waited_for() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    broker.publish_numbered(1..=20).await;
+    let spec = disk.spec(server.url());
+    disk.fill();
+    let mut worker = disk.start(&spec);
+    worker.not_ready("database").await;
+    worker.logged(&["the database cannot be opened, trying again"]).await;
+    disk.free();
+    broker.acknowledged(20).await;
+    worker.drain().await;
+
+    disk.make_read_only();
+    broker.publish_numbered(21..=40).await;
+    let checked = disk.enter(|through| spec.command_through(through, &["check"])).output().unwrap();
+    let said = String::from_utf8(checked.stdout).unwrap();
+    assert!(checked.status.code() == Some(1) && said.contains("Read-only file system"), "{said}");
+    let mut worker = disk.start(&spec);
+    worker.not_ready("Read-only file system").await;
+    disk.make_writable();
+    broker.acknowledged(40).await;
+    worker.drain().await;
+    disk.copy_database(&spec);
+    all_went_well(&broker, &spec, 40).await;
+}
+
+#[tokio::test]
+async fn sigterm_while_the_disk_is_full_ends_it_and_the_next_one_finishes() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = disk.spec(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = disk.start(&spec);
+    worker.ready().await;
+    broker.publish_numbered(1..=20).await;
+    broker.acknowledged(20).await;
+    disk.fill();
+    publish_large(&broker, 100).await;
+    worker.not_ready("database or disk is full").await;
+    worker.drain().await;
+
+    disk.free();
+    let mut worker = disk.start(&spec);
+    broker.acknowledged(120).await;
+    worker.drain().await;
+    disk.copy_database(&spec);
+    spec.db().applied_once(120).await;
+}
+
+/// The same without any mount, and what no mount can make: writes that fail on a disk that seemed well.
+#[tokio::test]
+async fn writes_that_fail_hold_up_and_cost_nothing() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let mut published = 0;
+    for (error, class) in [("ENOSPC", "full"), ("EIO", "io"), ("EROFS", "io")] {
+        let injection = format!("inject=pwrite64:error={error}");
+        let Some(tracer) = worker.trace(&["-e", "trace=pwrite64", "-e", &injection]).await else {
+            return eprintln!("NOT TESTED: strace is not installed, no write fails");
+        };
+        broker.publish_numbered(published + 1..=published + 20).await;
+        published += 20;
+        worker.not_ready("database: ").await;
+        refused_for_long(&broker, &worker, class).await;
+        assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, published - 20, "{error}");
+
+        tracer.detach().await;
+        broker.acknowledged(published).await;
+        worker.ready().await;
+    }
+    worker.drain().await;
+    all_went_well(&broker, &spec, published).await;
+}
+
+#[tokio::test]
+async fn a_database_that_somebody_locks_for_long_holds_up_and_costs_nothing() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let lock = spec.db().lock().await;
+    broker.publish_numbered(1..=50).await;
+    worker.not_ready("database is locked").await;
+    // Each refusal takes the busy timeout of 2 s: several times `ack_wait`, as a minute is with the story's 30 s.
+    refused_for_long(&broker, &worker, "busy").await;
+    lock.close().await.unwrap();
+    broker.acknowledged(50).await;
+    worker.ready().await;
+    worker.drain().await;
+    all_went_well(&broker, &spec, 50).await;
+}
+
+#[tokio::test]
+async fn a_reader_that_stays_makes_the_wal_grow_and_is_told_of_and_when_it_ends_the_wal_shrinks() {
+    const ORDERS: usize = 20_000;
+    const LIMIT: f64 = 64.0 * 1024.0 * 1024.0;
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    let mut reader: SqliteConnection = spec.db().open().await;
+    sqlx::raw_sql("BEGIN; SELECT count(*) FROM orders").execute(&mut reader).await.unwrap();
+    for _ in 0..ORDERS {
+        broker.client.publish("ORDERS.new", vec![b'x'; 4_000].into()).await.unwrap();
+    }
+    let orders = ORDERS as u64;
+    broker.acknowledged(orders).await;
+    worker.ready().await;
+    let wal_bytes = worker.metrics().await.get("wal_bytes");
+    assert!(wal_bytes > Some(LIMIT), "the reader pins it: {wal_bytes:?}");
+    worker.logged(&["another program keeps a transaction open on the database"]).await;
+
+    reader.close().await.unwrap();
+    eventually("the WAL is small again", PATIENCE, async || {
+        broker.publish("Order Data").await;
+        let wal_bytes = worker.metrics().await.get("wal_bytes");
+        if wal_bytes <= Some(LIMIT) { Ok(()) } else { Err(wal_bytes) }
+    })
+    .await;
+    worker.drain().await;
+    assert!(spec.db().count("orders").await > ORDERS.try_into().unwrap());
+    let ids = spec.db().scalar("SELECT count(DISTINCT id) FROM orders").await;
+    assert_eq!(ids, spec.db().count("orders").await);
+}
+
+#[tokio::test]
+async fn a_database_that_is_deleted_or_replaced_stops_the_acknowledging_and_is_not_made_anew() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    let kept = spec.folder().join("kept");
+    std::fs::hard_link(spec.database(), &kept).unwrap();
+    std::fs::remove_file(spec.database()).unwrap();
+    broker.publish_numbered(6..=10).await;
+    worker.not_ready("removed or replaced").await;
+    assert!(!spec.database().exists(), "an empty one would look as if nothing had been processed");
+
+    std::fs::copy(&kept, spec.database()).unwrap();
+    refused_for_long(&broker, &worker, "io").await;
+    worker.not_ready("removed or replaced").await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 5);
+
+    std::fs::rename(&kept, spec.database()).unwrap();
+    broker.acknowledged(10).await;
+    worker.ready().await;
+    worker.drain().await;
+    all_went_well(&broker, &spec, 10).await;
+}
+
+#[tokio::test]
+async fn sigterm_while_the_folder_is_away_ends_it_and_the_next_one_finishes() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let folder = spec.folder().join("data");
+    let elsewhere = spec.folder().join("elsewhere");
+    std::fs::create_dir(&folder).unwrap();
+    let spec = spec.set("database.url", format!("sqlite://{}", folder.join("orders.db").display()));
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    std::fs::rename(&folder, &elsewhere).unwrap();
+    broker.publish_numbered(6..=10).await;
+    worker.not_ready("moved, removed or replaced").await;
+    std::fs::rename(&elsewhere, &folder).unwrap();
+    broker.acknowledged(10).await;
+    worker.ready().await;
+
+    std::fs::rename(&folder, &elsewhere).unwrap();
+    broker.publish_numbered(11..=15).await;
+    worker.not_ready("moved, removed or replaced").await;
+    worker.drain().await;
+
+    std::fs::rename(&elsewhere, &folder).unwrap();
+    spec.run_ok(&["run", "--until-idle"]).await;
+    std::fs::copy(folder.join("orders.db"), spec.database()).unwrap();
+    spec.db().applied_once(15).await;
+}
