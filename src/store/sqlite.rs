@@ -6,13 +6,16 @@
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::iter;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::Access;
 use sqlx::migrate::{MigrateError, Migrator};
-use sqlx::sqlite::{SqliteArguments, SqliteConnectOptions, SqliteJournalMode, SqliteRow, SqliteSynchronous};
+use sqlx::sqlite::{
+    SqliteArguments, SqliteConnectOptions, SqliteJournalMode, SqliteQueryResult, SqliteRow, SqliteSynchronous,
+};
 use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
 use tokio::time::Instant;
 
@@ -31,8 +34,9 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
 /// How often that is tried, since it waits for readers as long as [`BUSY_TIMEOUT`] says.
 const WAL_LIMIT_EVERY: Duration = Duration::from_secs(60);
-/// Rows in one statement at most. SQLite allows 32,766 variables; [`Tx::record_orders`] binds five a row.
-const ROWS_MAX: usize = 512;
+/// Rows in one statement at most: a full batch by the default of `batch.max_messages`. SQLite allows 32,766 variables, and
+/// [`Tx::record_orders`] binds five a row.
+const ROWS_MAX: usize = 1000;
 
 /// The database of one daemon: the file, the lock on it and the writing connection.
 #[derive(Debug)]
@@ -266,7 +270,7 @@ pub async fn known_of(path: &Path, deliveries: &[&Delivery]) -> Result<Vec<Claim
     let mut connection = connect(&options(path).read_only(true), "opening the database to read").await?;
     let mut known = Vec::with_capacity(deliveries.len());
     for chunk in chunks(deliveries) {
-        let (sql, arguments) = known_query(chunk)?;
+        let (sql, arguments) = known_query(chunk, i64::MAX)?;
         let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut connection).await;
         known.extend(rows.map_err(|source| Error::new(LOOKING_UP, source))?.iter().map(known_claim));
     }
@@ -303,18 +307,17 @@ impl Tx<'_> {
 
     /// Claims the ids of `deliveries`, which must differ from each other, and says of each what came of it.
     pub async fn claim(&mut self, deliveries: &[&Delivery], now_ns: i64) -> Result<Vec<Claim>, Error> {
-        let positions: HashMap<i64, usize> =
-            (0..).zip(deliveries).map(|(index, delivery)| (to_i64(delivery.raw.position.stream_seq), index)).collect();
-        let mut taken = vec![false; deliveries.len()];
+        let mut claims = Vec::with_capacity(deliveries.len());
         for chunk in chunks(deliveries) {
             let sql = values(
                 "INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
                  SELECT column1, column2, column3, column4 FROM (VALUES ",
                 4,
                 chunk.len(),
-                ") AS new WHERE NOT EXISTS \
-                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column3) \
-                 ON CONFLICT (id) DO NOTHING RETURNING stream_seq",
+                // The first half is looked at once in the whole statement, and nearly always answers.
+                ") AS new WHERE NOT (EXISTS (SELECT 1 FROM dead_letters) AND EXISTS \
+                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column3)) \
+                 ON CONFLICT (id) DO NOTHING",
             );
             let mut arguments = SqliteArguments::default();
             for delivery in chunk {
@@ -324,24 +327,29 @@ impl Tx<'_> {
                 // A clock that is behind must not make the id look older than its message: it would be pruned too early.
                 bind(&mut arguments, now_ns.max(delivery.raw.position.published_ns))?;
             }
-            for row in self.fetch("claiming ids", sql, arguments).await? {
-                if let Some(position) = positions.get(&row.get::<i64, _>(0)) {
-                    taken[*position] = true;
-                }
+            let done = self.execute("claiming ids", sql, arguments).await?;
+            // A row that comes back costs more than one that goes in: the statement returns none, and where it has claimed
+            // all there is nothing to ask.
+            match done.rows_affected() {
+                claimed if claimed == chunk.len() as u64 => claims.extend(iter::repeat_n(Claim::New, chunk.len())),
+                0 => claims.extend(self.known(chunk).await?),
+                // Rows are only ever added at the table's end: those that we have just claimed stand there.
+                claimed => claims.extend(self.known_up_to(chunk, done.last_insert_rowid() - to_i64(claimed)).await?),
             }
         }
-        let refused: Vec<&Delivery> =
-            deliveries.iter().zip(&taken).filter(|(_, taken)| !**taken).map(|(delivery, _)| *delivery).collect();
-        let mut known = self.known(&refused).await?.into_iter();
-        let claims = taken.into_iter().map(|taken| if taken { Some(Claim::New) } else { known.next() });
-        claims.collect::<Option<_>>().ok_or_else(|| self.fail("claiming ids", sqlx::Error::RowNotFound))
+        Ok(claims)
     }
 
     /// What the database knows of each of `deliveries`, in their order, without claiming anything.
     pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+        self.known_up_to(deliveries, i64::MAX).await
+    }
+
+    /// What it knew when `last_rowid` was the last row of `processed_ids`.
+    async fn known_up_to(&mut self, deliveries: &[&Delivery], last_rowid: i64) -> Result<Vec<Claim>, Error> {
         let mut known = Vec::with_capacity(deliveries.len());
         for chunk in chunks(deliveries) {
-            let (sql, arguments) = known_query(chunk)?;
+            let (sql, arguments) = known_query(chunk, last_rowid)?;
             known.extend(self.fetch(LOOKING_UP, sql, arguments).await?.iter().map(known_claim));
         }
         Ok(known)
@@ -390,7 +398,7 @@ impl Tx<'_> {
         let sql = "INSERT INTO dead_letters \
              (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest) \
              VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, digest) DO NOTHING";
-        Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await? > 0)
+        Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await?.rows_affected() > 0)
     }
 
     /// The runs over a message that did not succeed so far.
@@ -481,12 +489,16 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Returns the number of rows that it changed.
-    async fn execute(&mut self, doing: &'static str, sql: String, arguments: SqliteArguments) -> Result<u64, Error> {
-        match sqlx::query_with(AssertSqlSafe(sql), arguments).execute(&mut *self.connection).await {
-            Ok(done) => Ok(done.rows_affected()),
-            Err(source) => Err(self.fail(doing, source)),
-        }
+    async fn execute(
+        &mut self,
+        doing: &'static str,
+        sql: String,
+        arguments: SqliteArguments,
+    ) -> Result<SqliteQueryResult, Error> {
+        sqlx::query_with(AssertSqlSafe(sql), arguments)
+            .execute(&mut *self.connection)
+            .await
+            .map_err(|source| self.fail(doing, source))
     }
 
     async fn fetch(
@@ -655,7 +667,12 @@ async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
 }
 
 fn options(path: &Path) -> SqliteConnectOptions {
-    SqliteConnectOptions::new().filename(path).busy_timeout(BUSY_TIMEOUT).disable_statement_logging()
+    SqliteConnectOptions::new()
+        .filename(path)
+        .busy_timeout(BUSY_TIMEOUT)
+        // Rows of one statement that may wait for us: SQLite's thread need not stop in the middle of a batch.
+        .row_buffer_size(ROWS_MAX)
+        .disable_statement_logging()
 }
 
 async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Result<SqliteConnection, Error> {
@@ -675,15 +692,16 @@ async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error
 
 const LOOKING_UP: &str = "looking ids up";
 
-/// One row for each of `deliveries`, in their order, for [`known_claim`].
-fn known_query(deliveries: &[&Delivery]) -> Result<(String, SqliteArguments), Error> {
+/// One row for each of `deliveries`, in their order, for [`known_claim`]; rows of `processed_ids` after `last_rowid` do not
+/// count.
+fn known_query(deliveries: &[&Delivery], last_rowid: i64) -> Result<(String, SqliteArguments), Error> {
     let sql = values(
         "SELECT seen.digest, EXISTS \
          (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) \
          FROM (VALUES ",
         3,
         deliveries.len(),
-        ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 ORDER BY new.column3",
+        ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 AND seen.rowid <= ? ORDER BY new.column3",
     );
     let mut arguments = SqliteArguments::default();
     for (index, delivery) in (0_i64..).zip(deliveries) {
@@ -691,6 +709,7 @@ fn known_query(deliveries: &[&Delivery]) -> Result<(String, SqliteArguments), Er
         bind(&mut arguments, delivery.digest.0.as_slice())?;
         bind(&mut arguments, index)?;
     }
+    bind(&mut arguments, last_rowid)?;
     Ok((sql, arguments))
 }
 
@@ -703,13 +722,14 @@ fn known_claim(row: &SqliteRow) -> Claim {
     }
 }
 
-/// Cuts a batch into runs whose lengths are powers of two, so that a handful of statement texts serve every batch and stay in
-/// the driver's cache.
+/// Cuts a batch into runs of [`ROWS_MAX`], and what is left into runs whose lengths are powers of two, so that a handful of
+/// statement texts serve every batch and stay in the driver's cache.
 fn chunks<T>(mut rows: &[T]) -> impl Iterator<Item = &[T]> {
     std::iter::from_fn(move || {
         let length = match rows.len() {
             0 => return None,
-            length => ROWS_MAX.min(1 << length.ilog2()),
+            ROWS_MAX.. => ROWS_MAX,
+            length => 1 << length.ilog2(),
         };
         let (chunk, rest) = rows.split_at(length);
         rows = rest;
