@@ -383,6 +383,7 @@ mod tests {
         "nats_connected",
         "ready",
         "draining",
+        "paused",
         "last_commit_timestamp_seconds",
         "build_info",
     ];
