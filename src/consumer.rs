@@ -6,6 +6,7 @@
 //! errors, and spins when the client drains (seen with async-nats 0.51). Here every trouble has the same cure, [`Consumer::lose`]:
 //! look at stream and consumer again, then pull again. Deliveries that come in meanwhile are kept, since the inbox stays.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -29,10 +30,12 @@ use crate::outcome::Acknowledgement;
 use crate::telemetry::{Reminder, Telemetry};
 use gate::{Expectations, Finding, Severity};
 use given_up::Advised;
+use position::{Look, Notice, Positions};
 
 pub mod connection;
 pub mod gate;
 mod given_up;
+mod position;
 pub mod quarantine;
 
 pub use given_up::Records;
@@ -56,6 +59,8 @@ const NO_ANSWERS_MAX: u32 = 3;
 const TOO_LARGE_PAUSE: Duration = Duration::from_secs(1);
 /// How long the age of the oldest message is waited for.
 const AGE_PATIENCE: Duration = Duration::from_secs(1);
+/// A gap in the sequences wants a look, but not a look each.
+const GAP_PAUSE: Duration = Duration::from_millis(100);
 /// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
 const HEADER_ROOM_BYTES: usize = 64 * 1024;
 /// Deliveries handed on at once.
@@ -81,6 +86,9 @@ pub struct Consumer {
     clean_through: Arc<AtomicU64>,
     /// Of the last look. That it moves shows that the server takes our acknowledgements.
     ack_floor: u64,
+    positions: Positions,
+    /// The warnings of the start gate that hold, and were said.
+    warned: HashSet<String>,
     failures: u32,
     reminder: Reminder,
 }
@@ -136,12 +144,14 @@ struct Session {
 }
 
 /// What the consumer allows and when it delivers again.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The shortest time in which the server may deliver a held message again.
     pub ack_wait: Duration,
     /// The last delivery there will be, if there is a last one.
     pub max_deliver: Option<u64>,
+    /// So many messages may be delivered and not acknowledged.
+    pub max_ack_pending: Option<usize>,
     backoff: Vec<Duration>,
     max_batch: Option<usize>,
     max_bytes: Option<usize>,
@@ -160,8 +170,8 @@ pub enum Event {
     Deliveries(Vec<Arrival>),
     /// Messages that the server delivers no more and that nobody has acknowledged, as their last deliveries.
     GivenUp(Vec<Arrival>),
-    /// A fresh look at stream and consumer.
-    Seen(ConsumerView),
+    /// A fresh look at stream and consumer; with what the consumer allows, if that was edited.
+    Seen { view: ConsumerView, edited: Option<Limits> },
     /// We were never bound, and cannot be before the operator has changed something.
     Refused(BindError),
 }
@@ -239,6 +249,8 @@ impl Consumer {
             suspicious: false,
             clean_through: Arc::default(),
             ack_floor: 0,
+            positions: Positions::default(),
+            warned: HashSet::new(),
             failures: 0,
             reminder: Reminder::default(),
         }
@@ -278,17 +290,14 @@ impl Consumer {
                         self.lose(Trouble::dead());
                         continue;
                     };
-                    match session.step(link, &self.config, room, self.info_every, &mut self.stash).await {
+                    let into = Intake { stash: &mut self.stash, positions: &mut self.positions };
+                    match session.step(link, &self.config, room, self.info_every, into).await {
                         Ok(Step::Arrived) => {}
                         Ok(Step::GivenUp(arrivals)) => return Event::GivenUp(arrivals),
-                        Ok(Step::Seen(view)) => {
-                            if view.ack_floor_consumer_seq > self.ack_floor {
-                                self.telemetry.health.set_acks(Ok(()));
-                            }
-                            self.ack_floor = view.ack_floor_consumer_seq;
-                            self.telemetry.consumer_seen(&view);
-                            return Event::Seen(view);
-                        }
+                        Ok(Step::Seen(found)) => match self.seen(&found) {
+                            Ok(event) => return event,
+                            Err(trouble) => self.lose(trouble),
+                        },
                         Err(trouble) => self.lose(trouble),
                     }
                 }
@@ -354,7 +363,8 @@ impl Consumer {
             let patience = deadline.min(Instant::now() + LULL);
             let Ok(Some(message)) = tokio::time::timeout_at(patience, link.inbox.next()).await else { break };
             // Trouble is no longer of interest: we are leaving.
-            if session.take_in(message, &mut arrived).is_err() {
+            let mut into = Intake { stash: &mut arrived, positions: &mut self.positions };
+            if session.take_in(message, &mut into).is_err() {
                 break;
             }
         }
@@ -370,7 +380,6 @@ impl Consumer {
 
     fn bound(&mut self, mut link: Link, found: Found) -> Event {
         let created = found.created();
-        let rebound = self.last.is_some();
         let another_stream = self.last.is_some_and(|last| last.0 != created.0);
         let another_consumer = self.last.is_some_and(|last| last.1 != created.1);
         self.last = Some(created);
@@ -386,11 +395,9 @@ impl Consumer {
         } else if another_consumer {
             tracing::warn!(%consumer, "the consumer was deleted and created anew: messages may come again");
         }
-        for finding in gate::examine(&found.stream, &found.consumer, Expectations::of(&self.config)) {
-            if !rebound && finding.severity == Severity::Warned {
-                tracing::warn!("{}", finding.text);
-            }
-        }
+        self.warn(gate::examine(&found.stream, &found.consumer, Expectations::of(&self.config)));
+        let notices = self.positions.bound(Look::of(&found), another_stream || another_consumer);
+        self.note(notices);
         let ack_floor = found.consumer.ack_floor.stream_sequence;
         tracing::info!(%stream, %consumer, ack_floor, pending = found.consumer.num_pending, "bound");
         self.telemetry.health.set_bound(Ok(()));
@@ -420,6 +427,91 @@ impl Consumer {
         self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
         Event::Bound { limits, stream_created_ns, former, view }
+    }
+
+    /// Draws the conclusions from a look while bound. The consumer may have been edited: what that brings is judged as it was
+    /// at the start, and followed.
+    fn seen(&mut self, found: &Found) -> Result<Event, Trouble> {
+        let (refused, warnings) = gate::examine(&found.stream, &found.consumer, Expectations::of(&self.config))
+            .into_iter()
+            .partition::<Vec<_>, _>(|finding| finding.severity == Severity::Refused);
+        if !refused.is_empty() {
+            return Err(Trouble::new(BindError::Refused(refused).to_string(), None));
+        }
+        self.warn(warnings);
+        let notices = self.positions.seen(Look::of(found));
+        self.note(notices);
+        let view = found.view();
+        if view.ack_floor_consumer_seq > self.ack_floor {
+            self.telemetry.health.set_acks(Ok(()));
+        }
+        self.ack_floor = view.ack_floor_consumer_seq;
+        self.telemetry.consumer_seen(&view);
+        let edited = match &mut self.state {
+            State::Bound(session) => session.follow(found),
+            State::Down { .. } | State::Binding(_) => None,
+        };
+        Ok(Event::Seen { view, edited })
+    }
+
+    /// Says each warning once, for as long as it holds.
+    fn warn(&mut self, findings: Vec<Finding>) {
+        let warnings: HashSet<String> = findings.into_iter().map(|finding| finding.text).collect();
+        for text in warnings.difference(&self.warned) {
+            tracing::warn!("{text}");
+        }
+        self.warned = warnings;
+    }
+
+    /// Tells the operator what became of messages and sequences.
+    fn note(&mut self, notices: Vec<Notice>) {
+        let metrics = &self.telemetry.metrics;
+        for notice in notices {
+            match notice {
+                Notice::Gone { from, to } => {
+                    let messages = to - from + 1;
+                    metrics.messages_expired.increment(messages);
+                    tracing::error!(
+                        from,
+                        to,
+                        messages,
+                        "messages {from} to {to} are gone from the stream before they were processed (its limits, a purge or a \
+                         deletion); raise the limits, and have them published again"
+                    );
+                }
+                Notice::SomeGone { at_least, first } => {
+                    metrics.messages_expired.increment(at_least);
+                    tracing::error!(
+                        at_least,
+                        "at least {at_least} messages of this filtered consumer, below sequence {first}, are gone from the stream \
+                         before they were processed (its limits, a purge or a deletion); raise the limits, and have them \
+                         published again"
+                    );
+                }
+                Notice::Rewound { from, to } => {
+                    metrics.stream_rewinds.increment(1);
+                    // The sequences come again, with other messages.
+                    self.clean_through = Arc::default();
+                    tracing::error!(
+                        from,
+                        to,
+                        "the stream ended at sequence {from} and now ends at {to}: the server has lost the messages after that, or was \
+                         restored from a copy; have those published again that were not processed. New messages get these \
+                         sequences a second time and are taken for new ones"
+                    );
+                }
+                Notice::FloorBeyond { floor, last } => {
+                    let text = format!(
+                        "the consumer has acknowledged up to sequence {floor} and the stream ends at {last}: new messages may not be \
+                         delivered until it has grown that far; run `nats consumer rm`, then `order-processor setup`: nothing is \
+                         applied twice"
+                    );
+                    if self.reminder.is_due(&text) {
+                        tracing::error!("{text}");
+                    }
+                }
+            }
+        }
     }
 
     /// Everything that was delivered before we knew that the stream is another one. The answer to our look came over the same
@@ -491,7 +583,13 @@ enum Step {
     /// Deliveries may have come into the stash.
     Arrived,
     GivenUp(Vec<Arrival>),
-    Seen(ConsumerView),
+    Seen(Box<Found>),
+}
+
+/// What deliveries go into.
+struct Intake<'a> {
+    stash: &'a mut Vec<Arrival>,
+    positions: &'a mut Positions,
 }
 
 impl Session {
@@ -518,6 +616,27 @@ impl Session {
         }
     }
 
+    /// Takes over what was edited. The limits, if they are other ones.
+    fn follow(&mut self, found: &Found) -> Option<Limits> {
+        let filters: Vec<String> =
+            quarantine::filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect();
+        let limits = Limits::of(&found.consumer, self.limits.max_payload);
+        if limits == self.limits && filters == self.records.filters {
+            return None;
+        }
+        let (ack_wait, max_deliver, max_ack_pending) = (limits.ack_wait, limits.max_deliver, limits.max_ack_pending);
+        tracing::warn!(
+            ?ack_wait,
+            ?max_deliver,
+            ?max_ack_pending,
+            ?filters,
+            "the consumer was edited, going on with what it is now"
+        );
+        self.records.filters = filters;
+        self.limits = limits.clone();
+        Some(limits)
+    }
+
     /// Pulls if there is room, then waits for whatever comes first.
     async fn step(
         &mut self,
@@ -525,14 +644,14 @@ impl Session {
         config: &Arc<Config>,
         room: Room,
         info_every: Duration,
-        stash: &mut Vec<Arrival>,
+        mut into: Intake<'_>,
     ) -> Result<Step, Trouble> {
         self.pull(link, config, room).await?;
         tokio::select! {
             message = link.inbox.next() => {
-                self.take_in(message.ok_or_else(Trouble::dead)?, stash)?;
-                while stash.len() < CHUNK_MAX && let Some(Some(message)) = link.inbox.next().now_or_never() {
-                    self.take_in(message, stash)?;
+                self.take_in(message.ok_or_else(Trouble::dead)?, &mut into)?;
+                while into.stash.len() < CHUNK_MAX && let Some(Some(message)) = link.inbox.next().now_or_never() {
+                    self.take_in(message, &mut into)?;
                 }
                 Ok(Step::Arrived)
             }
@@ -543,7 +662,7 @@ impl Session {
                     Ok(found) if found.created() != self.created => Err(Trouble::new("stream or consumer was created anew", None)),
                     Ok(found) => {
                         self.ages &= !found.age_unknown;
-                        Ok(Step::Seen(found.view()))
+                        Ok(Step::Seen(Box::new(found)))
                     }
                     Err(error @ (BindError::NoStream { .. } | BindError::NoConsumer { .. })) => {
                         Err(Trouble::new(error.to_string(), None))
@@ -554,7 +673,7 @@ impl Session {
             unreadable = wait_for(&mut self.scan) => {
                 self.scan = None;
                 match unreadable {
-                    Ok(unreadable) => stash.extend(unreadable),
+                    Ok(unreadable) => into.stash.extend(unreadable),
                     Err(error) => tracing::warn!(%error, "cannot look for messages that the client cannot parse"),
                 }
                 Ok(Step::Arrived)
@@ -619,8 +738,8 @@ impl Session {
         Ok(())
     }
 
-    /// Takes a delivery into `stash`, or draws the conclusion from a status message.
-    fn take_in(&mut self, message: Message, stash: &mut Vec<Arrival>) -> Result<(), Trouble> {
+    /// Takes a delivery in, or draws the conclusion from a status message.
+    fn take_in(&mut self, message: Message, into: &mut Intake<'_>) -> Result<(), Trouble> {
         self.last_heard = Instant::now();
         if message.status.is_some() && message.reply.as_ref().is_some_and(|reply| Position::parse(reply).is_some()) {
             return Err(Trouble::suspicious("a stored message calls itself a word of the server"));
@@ -633,7 +752,10 @@ impl Session {
             let consumer_seq = arrival.0.position.consumer_seq;
             let backwards = consumer_seq <= self.last_consumer_seq;
             self.last_consumer_seq = consumer_seq;
-            stash.push(arrival);
+            if into.positions.delivered(arrival.0.position) {
+                self.info_due = self.info_due.min(Instant::now() + GAP_PAUSE);
+            }
+            into.stash.push(arrival);
             self.fruitful = true;
             // A consumer counts upwards all its life: this is another one, perhaps on another stream of the same name.
             return if backwards { Err(Trouble::new("the consumer counts anew", None)) } else { Ok(()) };
@@ -721,6 +843,7 @@ impl Limits {
         Self {
             ack_wait: config.backoff.iter().copied().min().unwrap_or(config.ack_wait),
             max_deliver: u64::try_from(config.max_deliver).ok().filter(|max| *max > 0),
+            max_ack_pending: positive(config.max_ack_pending),
             backoff: config.backoff.clone(),
             max_batch: positive(config.max_batch),
             max_bytes: positive(config.max_bytes),
@@ -745,6 +868,13 @@ impl Found {
     /// When stream and consumer were created: what tells them from others of the same name.
     fn created(&self) -> (i128, i128) {
         (self.stream.created.unix_timestamp_nanos(), self.consumer.created.unix_timestamp_nanos())
+    }
+
+    /// Whether the stream has subjects that the consumer is not for.
+    fn is_filtered(&self) -> bool {
+        let filters = quarantine::filters(&self.consumer.config);
+        let covered = |subject: &String| filters.iter().any(|filter| *filter == ">" || filter == subject);
+        !self.stream.config.subjects.iter().all(covered)
     }
 
     fn has_work(&self) -> bool {
@@ -896,6 +1026,7 @@ mod tests {
         Limits {
             ack_wait: Duration::from_secs(30),
             max_deliver: None,
+            max_ack_pending: None,
             backoff,
             max_batch: None,
             max_bytes: None,

@@ -58,6 +58,10 @@ declare_metrics! {
         "Errors of the connection, of pulls and of requests to the server, by kind.";
     consumer_rebinds: Counter = "order_processor_consumer_rebinds_total",
         "Times that the consumer was bound anew because it or its stream was deleted, recreated or reset.";
+    messages_expired: Counter = "order_processor_messages_expired_total",
+        "Messages that were gone from the stream, by its limits, a purge or a deletion, before they were processed.";
+    stream_rewinds: Counter = "order_processor_stream_rewinds_total",
+        "Times that the stream ended before it did earlier: its tail was lost, or it was restored.";
     db_errors: CounterBy<DbErrorClass> = "order_processor_db_errors_total",
         "Errors of the database, by class.";
     ids_pruned: Counter = "order_processor_ids_pruned_total",
@@ -357,6 +361,8 @@ mod tests {
         "nats_reconnects_total",
         "nats_errors_total",
         "consumer_rebinds_total",
+        "messages_expired_total",
+        "stream_rewinds_total",
         "db_errors_total",
         "ids_pruned_total",
         "log_lines_dropped_total",

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use futures_util::future::OptionFuture;
 use tokio::task::{JoinError, JoinHandle};
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Retention};
@@ -187,8 +187,7 @@ impl Worker {
     /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
     pub async fn run(mut self, stop: CancellationToken, pause: impl Future<Output = ()>) -> Result<Ended, WorkerError> {
         let mut pause = pin!(pause);
-        let mut tick = interval(TICK_MAX);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut tick = ticks(TICK_MAX);
         let ended = loop {
             self.start_job();
             let room = self.room();
@@ -202,11 +201,16 @@ impl Worker {
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
                     Event::GivenUp(arrivals) => self.receive_given_up(arrivals),
-                    Event::Seen(view) => self.seen(view),
+                    Event::Seen { view, edited } => {
+                        if let Some(limits) = edited {
+                            tick = ticks(limits.ack_wait);
+                            self.limits = Some(limits);
+                        }
+                        self.seen(view);
+                    }
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
                     Event::Bound { limits, stream_created_ns, former, view } => {
-                        tick = interval(TICK_MAX.min(limits.ack_wait / 8));
-                        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                        tick = ticks(limits.ack_wait);
                         self.bound(limits, stream_created_ns, former);
                         // What could not be found over the last connection may be found over this one.
                         self.given_up.looked_into = 0;
@@ -396,6 +400,12 @@ impl Worker {
 
     /// A fresh look at stream and consumer.
     fn seen(&mut self, view: ConsumerView) {
+        let last_seq = view.stream_last_seq;
+        if self.view.as_ref().is_some_and(|before| before.stream_last_seq > last_seq) {
+            // The stream lost its tail. What we hold of that is still applied, but an acknowledgement would hit the message that
+            // has its sequence now.
+            self.held.retain(|stream_seq, _| *stream_seq <= last_seq);
+        }
         let evidence = Survey::evidence(&view);
         self.given_up.looked_into = self.given_up.looked_into.min(evidence);
         let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
@@ -609,6 +619,13 @@ impl Waiting {
         self.deliveries.retain(which);
         self.bytes = self.deliveries.iter().map(Delivery::bytes).sum();
     }
+}
+
+/// For the loop's clocks.
+fn ticks(ack_wait: Duration) -> Interval {
+    let mut tick = interval(TICK_MAX.min(ack_wait / 8));
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    tick
 }
 
 fn given_up_text(max_deliver: Option<u64>) -> String {

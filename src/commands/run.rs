@@ -151,7 +151,7 @@ async fn sit_out_pause(
                     refused = true;
                 }
                 // What the server gives up meanwhile is found after the pause.
-                Event::Seen(_) | Event::Bound { .. } | Event::Deliveries(_) | Event::GivenUp(_) => {}
+                Event::Seen { .. } | Event::Bound { .. } | Event::Deliveries(_) | Event::GivenUp(_) => {}
             },
         }
         telemetry.health.tick();

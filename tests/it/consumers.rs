@@ -2,15 +2,17 @@
 //! paused, reset, purged, restored.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::time::Duration;
 
 use async_nats::jetstream::AckKind;
-use async_nats::jetstream::consumer::{self, PullConsumer};
+use async_nats::jetstream::consumer::{self, DeliverPolicy, PullConsumer};
+use async_nats::jetstream::stream;
 use futures_util::StreamExt;
-use sqlx::Row;
+use sqlx::{Connection, Row, SqliteConnection};
 
 use crate::support::nats::{CONSUMER, STREAM, consumer_config, headers, stream_config};
-use crate::support::{Broker, Daemon, DaemonSpec, NatsServer, PATIENCE, ServerSpec, equal, eventually};
+use crate::support::{Broker, Daemon, DaemonSpec, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually};
 
 /// One delivery more than `retry.max_attempts`: the least that the start gate takes.
 const MAX_DELIVER: i64 = 6;
@@ -221,4 +223,372 @@ async fn with_a_database_that_knows_less_than_the_server_gave_up_nothing_is_gues
     broker.acknowledged(5).await;
     spec.db().applied_once(1).await;
     worker.drain().await;
+}
+
+/// The stream keeps so many messages and drops the oldest.
+fn keeps(max_messages: i64) -> stream::Config {
+    stream::Config { max_messages, discard: stream::DiscardPolicy::Old, ..stream_config() }
+}
+
+async fn stream_that_keeps(max_messages: i64, consumer: consumer::pull::Config) -> (NatsServer, Broker) {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.create(keeps(max_messages), consumer).await;
+    (server, broker)
+}
+
+/// A worker that has asked for ten messages and cannot ask for more.
+async fn frozen_worker(server: &NatsServer, broker: &Broker) -> (DaemonSpec, Daemon) {
+    let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "10");
+    let mut worker = spec.start();
+    worker.ready().await;
+    eventually("it has asked for messages", PATIENCE, async || at_least(broker.consumer_info().await.num_waiting, 1))
+        .await;
+    worker.freeze();
+    (spec, worker)
+}
+
+/// Lines of the log with all these words.
+fn lines(worker: &Daemon, words: &[&str]) -> usize {
+    worker.log().lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
+}
+
+async fn lock(spec: &DaemonSpec) -> SqliteConnection {
+    let mut writer = spec.db().open_to_write().await;
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+    writer
+}
+
+async fn unlock(mut writer: SqliteConnection) {
+    sqlx::query("ROLLBACK").execute(&mut writer).await.unwrap();
+    writer.close().await.unwrap();
+}
+
+#[tokio::test]
+async fn orders_that_the_stream_dropped_while_no_worker_ran_are_counted_and_named_once() {
+    let (server, broker) = stream_that_keeps(4, consumer_config()).await;
+    broker.publish_numbered(1..=10).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.acknowledged(10).await;
+    worker.metric("messages_expired_total", 6.0).await;
+    worker.logged(&["ERROR", "messages 1 to 6 are gone"]).await;
+    spec.db().applied_once(4).await;
+    worker.drain().await;
+
+    // Known, or processed: no loss is told twice.
+    let mut worker = spec.start();
+    broker.publish_numbered(11..=20).await;
+    broker.acknowledged(20).await;
+    let lost = worker.metrics().await.get("messages_expired_total").unwrap();
+    assert_eq!(spec.db().count("orders").await, 14 - lost as i64);
+    assert_eq!(lines(&worker, &["messages 1 to 6"]), 0);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn orders_that_the_stream_drops_under_a_running_worker_are_counted_to_the_last_one() {
+    let (server, broker) = stream_that_keeps(20, consumer_config()).await;
+    let (spec, mut worker) = frozen_worker(&server, &broker).await;
+    broker.publish_numbered(1..=100).await;
+    worker.thaw();
+    broker.acknowledged(100).await;
+    let applied = spec.db().count("orders").await;
+    worker.metric("messages_expired_total", (100 - applied) as f64).await;
+    assert!(applied < 100, "some were dropped");
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_purge_counts_the_orders_that_were_not_processed_and_no_others() {
+    let (server, broker) = Broker::with(consumer_config()).await;
+    let (spec, mut worker) = frozen_worker(&server, &broker).await;
+    broker.publish_numbered(1..=30).await;
+    broker.purge().await;
+    worker.thaw();
+    // What had been delivered before is applied all the same.
+    eventually("all are accounted for", PATIENCE, async || {
+        let lost = worker.metrics().await.get("messages_expired_total").unwrap_or_default();
+        equal(spec.db().count("orders").await + lost as i64, 30)
+    })
+    .await;
+    let lost = worker.metrics().await.get("messages_expired_total");
+    assert!(lost >= Some(20.0), "{lost:?}");
+
+    broker.publish_numbered(31..=40).await;
+    broker.acknowledged(40).await;
+    broker.purge().await;
+    worker.metric("stream_first_seq", 41.0).await;
+    assert_eq!(worker.metrics().await.get("messages_expired_total"), lost, "these were processed");
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn after_a_purge_while_no_worker_runs_new_orders_are_applied() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=5).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    broker.publish_numbered(6..=8).await;
+    broker.purge().await;
+    broker.publish_numbered(9..=10).await;
+
+    let mut worker = spec.start();
+    broker.acknowledged(10).await;
+    spec.db().applied_once(7).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn with_a_filter_other_subjects_may_expire_and_only_what_vanished_undelivered_is_counted() {
+    let filtered = consumer::pull::Config { filter_subject: "ORDERS.new".into(), ..consumer_config() };
+    let (server, broker) = Broker::with(filtered).await;
+    let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "10");
+    for _ in 0..5 {
+        broker.publish_to("ORDERS.other", headers(&[]), b"not for us".to_vec()).await;
+    }
+    broker.purge().await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    let writer = lock(&spec).await;
+    broker.publish_numbered(6..=35).await;
+    eventually("it holds what it can", PATIENCE, async || {
+        let metrics = worker.metrics().await;
+        let pending = metrics.get("consumer_num_pending").unwrap_or_default();
+        if pending > 0.0 && metrics.get("consumer_delivered_stream_seq") >= Some(10.0) { Ok(()) } else { Err(pending) }
+    })
+    .await;
+    assert_eq!(worker.metrics().await.get("messages_expired_total"), Some(0.0));
+    broker.purge().await;
+    worker.logged(&["ERROR", "at least", "of this filtered consumer"]).await;
+    unlock(writer).await;
+    eventually("all are accounted for", PATIENCE, async || {
+        let lost = worker.metrics().await.get("messages_expired_total").unwrap_or_default();
+        equal(spec.db().count("orders").await + lost as i64, 30)
+    })
+    .await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn ack_wait_made_shorter_under_held_orders_runs_none_twice_and_brings_no_storm() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    let writer = lock(&spec).await;
+    broker.publish_numbered(1..=20).await;
+    worker.metric("held_deliveries", 20.0).await;
+
+    broker.edit_consumer(consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() }).await;
+    worker.logged(&["WARN", "the consumer was edited", "ack_wait"]).await;
+    // From now on what is held is kept alive in time: five seconds of the busy database bring no delivery more.
+    let before = broker.consumer_info().await.delivered.consumer_sequence;
+    let busy = worker.metrics().await.get("db_errors_total{class=\"busy\"}").unwrap_or_default();
+    eventually("the database was busy for a while", PATIENCE, async || {
+        at_least(worker.metrics().await.get("db_errors_total{class=\"busy\"}"), Some(busy + 2.0))
+    })
+    .await;
+    let after = broker.consumer_info().await.delivered.consumer_sequence;
+    println!("{before} deliveries of 20 orders until the edit was noticed, {after} in the end");
+    assert!(after <= before + 20, "{before} {after}");
+    unlock(writer).await;
+    broker.acknowledged(20).await;
+    spec.db().applied_once(20).await;
+
+    broker.edit_consumer(consumer_config()).await;
+    broker.publish_numbered(21..=30).await;
+    broker.acknowledged(30).await;
+    spec.db().applied_once(30).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_consumer_edited_so_that_it_must_be_refused_stops_the_work_until_it_is_mended() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.edit_consumer(consumer::pull::Config { max_deliver: 5, ..consumer_config() }).await;
+    worker.not_ready("max_deliver 5, more than retry.max_attempts 5 is needed").await;
+    worker.logged(&["WARN", "--max-deliver=-1"]).await;
+    broker.publish("Order Data 1").await;
+    assert_eq!(spec.db().count("orders").await, 0);
+
+    broker.edit_consumer(consumer::pull::Config { max_deliver: 20, ..consumer_config() }).await;
+    worker.ready().await;
+    broker.acknowledged(1).await;
+    worker.logged(&["WARN", "max_deliver 20: deliveries lost"]).await;
+    spec.db().applied_once(1).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn max_ack_pending_edited_to_one_and_back_is_warned_of_once_and_the_flow_goes_on() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.publish_numbered(1..=50).await;
+    broker.acknowledged(50).await;
+    broker.edit_consumer(consumer::pull::Config { max_ack_pending: 1, ..consumer_config() }).await;
+    broker.publish_numbered(51..=70).await;
+    broker.acknowledged(70).await;
+    worker.logged(&["WARN", "has max_ack_pending 1,"]).await;
+    broker.edit_consumer(consumer_config()).await;
+    broker.publish_numbered(71..=120).await;
+    broker.acknowledged(120).await;
+    spec.db().applied_once(120).await;
+    assert_eq!(lines(&worker, &["has max_ack_pending 1,"]), 1);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_filter_set_and_taken_off_under_a_running_worker_loses_nothing_that_is_for_it_and_stops_nothing() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    let publish = async |subject: &str, text: &str| broker.publish_to(subject, headers(&[]), text.into()).await;
+    publish("ORDERS.new", "1").await;
+    publish("ORDERS.other", "2").await;
+    broker.acknowledged(2).await;
+    broker.edit_consumer(consumer::pull::Config { filter_subject: "ORDERS.new".into(), ..consumer_config() }).await;
+    publish("ORDERS.other", "not for us").await;
+    publish("ORDERS.new", "4").await;
+    broker.acknowledged(4).await;
+    worker.logged(&["the consumer was edited", "ORDERS.new"]).await;
+    broker.edit_consumer(consumer_config()).await;
+    publish("ORDERS.other", "5").await;
+    publish("ORDERS.new", "6").await;
+    broker.acknowledged(6).await;
+    let applied = spec.db().texts("SELECT CAST(payload AS TEXT) FROM orders ORDER BY stream_seq").await;
+    assert_eq!(applied, ["1", "2", "4", "5", "6"]);
+    assert_eq!(worker.metrics().await.get("messages_expired_total"), Some(0.0));
+    worker.ready().await;
+    worker.drain().await;
+}
+
+/// Makes the consumer begin at the first message again.
+async fn reset(broker: &Broker) {
+    let request = broker.client.request("$JS.API.CONSUMER.RESET.ORDERS.order-processor", r#"{"seq":1}"#.into());
+    let answer: serde_json::Value = serde_json::from_slice(&request.await.unwrap().payload).unwrap();
+    assert!(answer["error"].is_null(), "{answer}");
+}
+
+/// Waits until the whole stream of `orders` messages came once more and nothing was applied.
+async fn replayed(broker: &Broker, spec: &DaemonSpec, worker: &Daemon, orders: u64) {
+    eventually("all came again", PATIENCE, async || {
+        at_least(worker.metrics().await.get("outcomes_total{outcome=\"duplicate\"}"), Some(orders as f64))
+    })
+    .await;
+    broker.acknowledged(orders).await;
+    spec.db().applied_once(i64::try_from(orders).unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_consumer_reset_to_the_first_message_under_the_worker_and_while_it_is_away_applies_nothing_twice() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.publish_numbered(1..=500).await;
+    broker.acknowledged(500).await;
+    reset(&broker).await;
+    replayed(&broker, &spec, &worker, 500).await;
+    worker.drain().await;
+
+    reset(&broker).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    replayed(&broker, &spec, &worker, 500).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_consumer_made_anew_from_the_first_message_under_the_worker_and_while_it_is_away_applies_nothing_twice() {
+    let again = || consumer::pull::Config {
+        deliver_policy: DeliverPolicy::ByStartSequence { start_sequence: 1 },
+        ..consumer_config()
+    };
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.publish_numbered(1..=500).await;
+    broker.acknowledged(500).await;
+    broker.delete_consumer().await;
+    broker.create_consumer(again()).await;
+    replayed(&broker, &spec, &worker, 500).await;
+    worker.drain().await;
+
+    broker.delete_consumer().await;
+    broker.create_consumer(again()).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    replayed(&broker, &spec, &worker, 500).await;
+    worker.drain().await;
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// The server comes back as it was five orders ago. `part` of its store is restored, in all or the messages alone.
+async fn restored(part: &str, running: bool) {
+    let (mut server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=5).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    server.stop().await;
+    let backup = tempfile::TempDir::new().unwrap();
+    let place = server.store().join(part);
+    copy(&place, backup.path());
+    server.restart().await;
+    let broker = Broker::connect(&server).await;
+    let mut worker = spec.start();
+    broker.publish_numbered(6..=10).await;
+    broker.acknowledged(10).await;
+    if !running {
+        worker.drain().await;
+    }
+
+    server.stop().await;
+    std::fs::remove_dir_all(&place).unwrap();
+    copy(backup.path(), &place);
+    server.restart().await;
+    let broker = Broker::connect(&server).await;
+    if running {
+        // The same texts under the same sequences, and yet other orders.
+        worker.logged(&["ERROR", "ended at sequence 10 and now ends at 5"]).await;
+        worker.metric("stream_rewinds_total", 1.0).await;
+    } else {
+        worker = spec.start();
+    }
+    broker.publish_numbered(6..=10).await;
+    spec.db().has("orders", 15).await;
+    broker.acknowledged(10).await;
+    spec.db().applied_once(15).await;
+    worker.ready().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_server_restored_from_a_copy_gives_old_sequences_to_new_orders_and_all_are_applied() {
+    restored("", true).await;
+}
+
+#[tokio::test]
+async fn a_server_restored_while_no_worker_ran_gives_old_sequences_to_new_orders_and_all_are_applied() {
+    restored("", false).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_lost_its_tail_below_the_consumers_floor_gives_old_sequences_to_new_orders_and_all_are_applied() {
+    restored("jetstream/$G/streams/ORDERS/msgs", true).await;
+    restored("jetstream/$G/streams/ORDERS/msgs", false).await;
 }

@@ -8,7 +8,7 @@ use crate::support::nats::{consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 /// Name and type of every metric of our own.
-const METRICS: [(&str, &str); 38] = [
+const METRICS: [(&str, &str); 40] = [
     ("deliveries_total", "counter"),
     ("redeliveries_total", "counter"),
     ("outcomes_total", "counter"),
@@ -17,6 +17,8 @@ const METRICS: [(&str, &str); 38] = [
     ("nats_reconnects_total", "counter"),
     ("nats_errors_total", "counter"),
     ("consumer_rebinds_total", "counter"),
+    ("messages_expired_total", "counter"),
+    ("stream_rewinds_total", "counter"),
     ("db_errors_total", "counter"),
     ("ids_pruned_total", "counter"),
     ("log_lines_dropped_total", "counter"),

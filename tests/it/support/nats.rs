@@ -52,6 +52,11 @@ impl NatsServer {
         format!("127.0.0.1:{}", self.port)
     }
 
+    /// Where it keeps streams and consumers.
+    pub fn store(&self) -> PathBuf {
+        self.folder.path().join("store")
+    }
+
     /// As a crash of the machine would: nothing is flushed.
     pub fn kill9(&mut self) {
         self.child.kill().expect("the server can be killed");
@@ -196,6 +201,16 @@ impl Broker {
 
     pub async fn create_push_consumer(&self, config: consumer::push::Config) {
         self.jetstream.create_consumer_on_stream(config, STREAM).await.expect("the push consumer can be created");
+    }
+
+    /// What `nats consumer edit` does.
+    pub async fn edit_consumer(&self, config: consumer::pull::Config) {
+        self.jetstream.update_consumer_on_stream(config, STREAM).await.expect("the consumer can be edited");
+    }
+
+    /// What `nats stream purge` does.
+    pub async fn purge(&self) {
+        self.jetstream.get_stream(STREAM).await.expect("the stream exists").purge().await.expect("it can be purged");
     }
 
     pub async fn delete_stream(&self) {
