@@ -4,6 +4,7 @@
 // A failed unwrap is a failed test, in helpers as well; seeds come from the environment.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
+mod bulk;
 mod consumers;
 mod desk;
 mod disks;
@@ -12,6 +13,7 @@ mod http;
 mod ids;
 mod inputs;
 mod kills;
+mod network;
 mod processes;
 mod seeds;
 mod settings;

@@ -186,3 +186,39 @@ async fn a_clock_that_jumps_back_and_forth_loses_doubles_and_forgets_nothing() {
     assert_eq!(spec.db().count("processed_ids").await, 500, "a publisher may still repeat the others");
     worker.drain().await;
 }
+
+#[tokio::test]
+async fn sigterm_without_a_free_file_descriptor_and_with_the_server_cut_off_ends_it() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.ready().await;
+    leave_file_descriptors(&worker, 0);
+    proxy.refuse();
+    broker.publish_numbered(1..=20).await;
+    worker.logged(&["disconnected from the server"]).await;
+    worker.drain().await;
+
+    proxy.heal();
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(20).await;
+}
+
+#[tokio::test]
+async fn sigterm_while_no_write_works_ends_it_and_the_next_one_finishes() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let faults = ["-e", "trace=pwrite64,fsync,fdatasync", "-e", "inject=pwrite64,fsync,fdatasync:error=EIO"];
+    let Some(_tracer) = worker.trace(&faults).await else {
+        return eprintln!("NOT TESTED: strace is not installed, no write fails");
+    };
+    broker.publish_numbered(1..=20).await;
+    worker.not_ready("database: ").await;
+    worker.drain().await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(20).await;
+    assert_eq!(spec.db().count("attempts").await, 0, "no attempt is spent");
+}

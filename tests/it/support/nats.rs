@@ -89,6 +89,13 @@ impl NatsServer {
         assert_eq!(port, self.port, "the server came back on its old port");
     }
 
+    /// Lets the running server read another configuration.
+    pub fn reload(&mut self, config: &str) {
+        self.spec.config = config.to_owned();
+        write_config(&self.spec, self.folder.path(), Some(self.port));
+        signal(self.child.id(), "HUP");
+    }
+
     async fn wait_until_listening(&mut self) -> u16 {
         // Named after the server's own file name, whatever that is on this machine.
         let program = binary().file_name().unwrap_or_default().display();
@@ -123,6 +130,18 @@ impl Drop for NatsServer {
 }
 
 fn spawn(spec: &ServerSpec, folder: &Path, port: Option<u16>) -> Child {
+    let file = write_config(spec, folder, port);
+    Command::new(binary())
+        .arg("--config")
+        .arg(&file)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("nats-server can be started")
+}
+
+fn write_config(spec: &ServerSpec, folder: &Path, port: Option<u16>) -> PathBuf {
     let port = port.map_or("-1".to_owned(), |port| port.to_string());
     let place = folder.display();
     let config = format!(
@@ -132,14 +151,7 @@ fn spawn(spec: &ServerSpec, folder: &Path, port: Option<u16>) -> Child {
     );
     let file = folder.join("server.conf");
     std::fs::write(&file, config).expect("the server's configuration can be written");
-    Command::new(binary())
-        .arg("--config")
-        .arg(&file)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("nats-server can be started")
+    file
 }
 
 /// The script finds one or fetches one, and honours `$NATS_SERVER`.

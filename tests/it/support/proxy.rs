@@ -25,6 +25,8 @@ struct Faults {
     stall_to_server: bool,
     stall_to_client: bool,
     delay: Duration,
+    /// What gets through in each direction; 0 stands for no limit.
+    bytes_per_second: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -83,6 +85,11 @@ impl FaultProxy {
         self.faults.send_modify(|faults| faults.delay = delay);
     }
 
+    /// A thin line: no more than this gets through, in each direction and on each connection.
+    pub fn throttle(&self, bytes_per_second: u32) {
+        self.faults.send_modify(|faults| faults.bytes_per_second = bytes_per_second);
+    }
+
     /// Forwards again. What was held up by a stall goes through first: TCP loses nothing.
     pub fn heal(&self) {
         self.faults.send_modify(|faults| *faults = Faults { cuts: faults.cuts, ..Faults::default() });
@@ -138,7 +145,10 @@ async fn forward(
         if faults.wait_for(|faults| !stalled(faults)).await.is_err() {
             return;
         }
-        let delay = faults.borrow().delay;
+        let Faults { mut delay, bytes_per_second, .. } = *faults.borrow();
+        if bytes_per_second > 0 {
+            delay += Duration::from_secs_f64(length as f64 / f64::from(bytes_per_second));
+        }
         tokio::time::sleep(delay).await;
         if to.write_all(&buffer[..length]).await.is_err() {
             return;
