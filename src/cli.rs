@@ -7,13 +7,14 @@ use std::sync::Arc;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
+use crate::commands::audit::{AuditArgs, AuditError};
 use crate::commands::completions::CompletionsArgs;
 use crate::commands::pause::PauseArgs;
 use crate::commands::publish::PublishArgs;
 use crate::commands::run::RunError;
 use crate::commands::setup::{SetupArgs, TeardownArgs};
 use crate::commands::status::StatusArgs;
-use crate::commands::{check, completions, config, healthcheck, man, pause, publish, run, setup, status};
+use crate::commands::{audit, check, completions, config, healthcheck, man, pause, publish, run, setup, status};
 use crate::config::{Config, Loaded, LogFormat};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -61,6 +62,9 @@ enum Command {
     Publish(PublishArgs),
     /// Show ack floor, pending, redelivered, processed and dead letters
     Status(StatusArgs),
+    /// Look for messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there is one
+    #[command(after_help = audit::AFTER_HELP)]
+    Audit(AuditArgs),
     /// Make the daemon finish what it holds and let go of the database, until `resume`
     Pause(PauseArgs),
     /// End a pause; the daemon goes on within two seconds
@@ -174,6 +178,11 @@ async fn dispatch(
             Err(error) => fail(FAILED, &chain(&error)),
         },
         Command::Status(args) => answer(status::run(&settings, args, &mut out).await),
+        Command::Audit(args) => match audit::run(settings, Arc::new(handler), args, &mut out).await {
+            Ok(all_there) => answer(Ok(all_there)),
+            Err(AuditError::Output(error)) => answer(Err(error)),
+            Err(error) => fail(audit_code(&error), &chain(&error)),
+        },
         Command::Pause(args) => match pause::pause(&settings, args, &mut out).await {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => fail(FAILED, &chain(&error)),
@@ -202,21 +211,39 @@ fn answer(printed: io::Result<bool>) -> ExitCode {
 fn run_code(error: &RunError) -> u8 {
     match error {
         RunError::Bind(_) | RunError::Files(_) | RunError::Paused(_) | RunError::Marker(_) => OPERATOR,
-        RunError::Open(error) => match error {
-            OpenError::MissingFolder(_)
-            | OpenError::NotADatabase(_)
-            | OpenError::NotOurs(_)
-            | OpenError::Newer { .. }
-            | OpenError::Foreign { .. }
-            | OpenError::Held { .. }
-            | OpenError::Damaged { .. }
-            | OpenError::NotWritable { .. }
-            | OpenError::Io { .. } => OPERATOR,
-            OpenError::Database { .. } => FAILED,
-        },
+        RunError::Open(error) => open_code(error),
         RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,
         RunError::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_))
         | RunError::Signals(_) => FAILED,
+    }
+}
+
+fn audit_code(error: &AuditError) -> u8 {
+    match error {
+        AuditError::NoDatabase(_) => OPERATOR,
+        AuditError::Open(error) => open_code(error),
+        AuditError::Connect(error) if error.is_about_settings() => OPERATOR,
+        AuditError::Connect(_)
+        | AuditError::Bind(_)
+        | AuditError::Signals(_)
+        | AuditError::Stopped { .. }
+        | AuditError::Database { .. }
+        | AuditError::Output(_) => FAILED,
+    }
+}
+
+fn open_code(error: &OpenError) -> u8 {
+    match error {
+        OpenError::MissingFolder(_)
+        | OpenError::NotADatabase(_)
+        | OpenError::NotOurs(_)
+        | OpenError::Newer { .. }
+        | OpenError::Foreign { .. }
+        | OpenError::Held { .. }
+        | OpenError::Damaged { .. }
+        | OpenError::NotWritable { .. }
+        | OpenError::Io { .. } => OPERATOR,
+        OpenError::Database { .. } => FAILED,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 
+pub mod audit;
 pub mod check;
 pub mod completions;
 pub mod config;

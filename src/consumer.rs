@@ -37,6 +37,7 @@ pub mod gate;
 mod given_up;
 mod position;
 pub mod quarantine;
+pub mod walk;
 
 pub use given_up::Records;
 
@@ -803,8 +804,8 @@ impl Session {
 }
 
 impl Link {
-    async fn new(config: &Arc<Config>, telemetry: Arc<Telemetry>) -> Result<Self, BindError> {
-        let client = connection::connect(&config.nats, Some(telemetry)).await?;
+    async fn new(config: &Config, telemetry: Option<Arc<Telemetry>>) -> Result<Self, BindError> {
+        let client = connection::connect(&config.nats, telemetry).await?;
         let subject = client.new_inbox();
         // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
         let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
@@ -920,7 +921,7 @@ impl Trouble {
 async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>) -> Bound {
     let link = match link {
         Some(link) => link,
-        None => Link::new(&config, telemetry.clone()).await.map_err(|error| (None, error))?,
+        None => Link::new(&config, Some(telemetry.clone())).await.map_err(|error| (None, error))?,
     };
     telemetry.connected(Ok(()));
     // A server that shuts down says so before it closes: an answer that will never come must not be waited for.

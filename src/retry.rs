@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::config;
 use crate::handler::Failure;
 use crate::outcome::Reason;
 
@@ -19,6 +20,13 @@ pub struct RetryPolicy {
 pub enum Verdict {
     Again(Duration),
     Bury(Reason),
+}
+
+impl From<&config::Retry> for RetryPolicy {
+    fn from(settings: &config::Retry) -> Self {
+        let &config::Retry { max_attempts, min_delay, max_delay } = settings;
+        Self { max_attempts, min_delay, max_delay }
+    }
 }
 
 impl RetryPolicy {

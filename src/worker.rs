@@ -152,11 +152,7 @@ impl Worker {
         until: Until,
     ) -> Self {
         let info_every = if until == Until::Idle { INFO_EVERY_UNTIL_IDLE } else { INFO_EVERY };
-        let retry = RetryPolicy {
-            max_attempts: config.retry.max_attempts,
-            min_delay: config.retry.min_delay,
-            max_delay: config.retry.max_delay,
-        };
+        let retry = RetryPolicy::from(&config.retry);
         Self {
             consumer: Consumer::new(config.clone(), telemetry.clone(), info_every),
             limits: None,

@@ -258,7 +258,7 @@ impl Store {
 /// # Errors
 /// Also when there is no database yet.
 pub async fn counts_of(path: &Path) -> Result<Counts, Error> {
-    let mut connection = connect(&options(path).read_only(true), "opening the database to read").await?;
+    let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await?;
     counts(&mut connection).await.map_err(|source| Error::new("counting rows", source))
 }
 
@@ -267,14 +267,45 @@ pub async fn counts_of(path: &Path) -> Result<Counts, Error> {
 /// # Errors
 /// When it cannot be read.
 pub async fn known_of(path: &Path, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-    let mut connection = connect(&options(path).read_only(true), "opening the database to read").await?;
-    let mut known = Vec::with_capacity(deliveries.len());
-    for chunk in chunks(deliveries) {
-        let (sql, arguments) = known_query(chunk, i64::MAX)?;
-        let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut connection).await;
-        known.extend(rows.map_err(|source| Error::new(LOOKING_UP, source))?.iter().map(known_claim));
+    let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await?;
+    Lookup { connection }.known(deliveries).await
+}
+
+/// Asks what the database knows, beside a running daemon, through a connection that cannot write.
+#[derive(Debug)]
+pub struct Lookup {
+    connection: SqliteConnection,
+}
+
+impl Lookup {
+    /// # Errors
+    /// The same as [`Store::open`], but for a file that is in use; there has to be one.
+    pub async fn open(path: &Path) -> Result<Self, OpenError> {
+        require_folder(path)?;
+        require_sqlite(path)?;
+        require_known_schema(path).await?;
+        let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
+        Ok(Self { connection: connection.map_err(|source| OpenError::database(path, source))? })
     }
-    Ok(known)
+
+    /// As [`Tx::known`].
+    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+        let mut known = Vec::with_capacity(deliveries.len());
+        for chunk in chunks(deliveries) {
+            let (sql, arguments) = known_query(chunk, i64::MAX)?;
+            let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut self.connection).await;
+            known.extend(rows.map_err(|source| Error::new(LOOKING_UP, source))?.iter().map(known_claim));
+        }
+        Ok(known)
+    }
+
+    /// When the oldest of the ids that are kept was processed.
+    pub async fn oldest_processed_at(&mut self) -> Result<Option<i64>, Error> {
+        sqlx::query_scalar("SELECT processed_at FROM processed_ids ORDER BY rowid LIMIT 1")
+            .fetch_optional(&mut self.connection)
+            .await
+            .map_err(|source| Error::new("looking for the oldest id", source))
+    }
 }
 
 /// Whether the file could be used by `run`, without waiting, creating or changing anything.
@@ -690,6 +721,7 @@ async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error
     Ok(Counts { processed_ids: ids.unsigned_abs(), dead_letters: dead.unsigned_abs() })
 }
 
+const OPENING_TO_READ: &str = "opening the database to read";
 const LOOKING_UP: &str = "looking ids up";
 
 /// One row for each of `deliveries`, in their order, for [`known_claim`]; rows of `processed_ids` after `last_rowid` do not

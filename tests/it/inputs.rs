@@ -6,9 +6,8 @@ use async_nats::HeaderMap;
 use async_nats::jetstream::stream;
 use serde::Deserialize;
 use sqlx::Row;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::support::nats::{consumer_config, headers, patient_consumer_config, stream_config};
+use crate::support::nats::{consumer_config, headers, patient_consumer_config, publish_raw, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, ServerSpec, equal, eventually};
 
 /// One line of `inputs/messages.ndjson`.
@@ -303,23 +302,4 @@ async fn messages_that_no_client_can_parse_are_dead_letters_and_harm_no_neighbou
     let payloads = spec.db().texts("SELECT DISTINCT CAST(payload AS TEXT) FROM dead_letters").await;
     assert_eq!(payloads, ["hidden order"]);
     worker.drain().await;
-}
-
-/// Speaks the protocol by hand, because no client would send such a header.
-async fn publish_raw(server: &NatsServer, header: &[u8], payload: &[u8]) {
-    let block = [b"NATS/1.0\r\n", header, b"\r\n\r\n"].concat();
-    let total = block.len() + payload.len();
-    let start =
-        format!("CONNECT {{\"verbose\":false,\"headers\":true}}\r\nHPUB ORDERS.new {} {total}\r\n", block.len());
-    let bytes = [start.as_bytes(), &block, payload, b"\r\nPING\r\n"].concat();
-    let mut stream = tokio::net::TcpStream::connect(server.address()).await.unwrap();
-    stream.write_all(&bytes).await.unwrap();
-    let mut answer = String::new();
-    while !answer.contains("PONG") {
-        let mut buffer = [0; 4096];
-        let length = stream.read(&mut buffer).await.unwrap();
-        assert_ne!(length, 0, "the server closed the connection: {answer}");
-        answer += &String::from_utf8_lossy(&buffer[..length]);
-        assert!(!answer.contains("-ERR"), "{answer}");
-    }
 }

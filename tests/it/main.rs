@@ -4,6 +4,7 @@
 // A failed unwrap is a failed test, in helpers as well; seeds come from the environment.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
+mod audits;
 mod bulk;
 mod consumers;
 mod desk;

@@ -95,9 +95,8 @@ impl DaemonSpec {
     /// Runs a command such as `status --json` to its end.
     pub async fn run(&self, arguments: &[&str]) -> Finished {
         let mut daemon = self.start_with(arguments);
-        let status = daemon.wait_exit(PATIENCE).await;
-        let stdout = std::fs::read_to_string(daemon.log_file.with_extension("out")).expect("the output is text");
-        Finished { code: status.code(), stdout, stderr: daemon.log() }
+        daemon.wait_exit(PATIENCE).await;
+        daemon.finished()
     }
 
     /// As [`run`](Self::run), for a command that must succeed.
@@ -248,6 +247,13 @@ impl Daemon {
     /// The exit status, if it has ended.
     pub fn exited(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("the daemon can be waited for")
+    }
+
+    /// What a command that has ended printed.
+    pub fn finished(&mut self) -> Finished {
+        let status = self.exited().expect("it has ended");
+        let stdout = std::fs::read_to_string(self.log_file.with_extension("out")).expect("the output is text");
+        Finished { code: status.code(), stdout, stderr: self.log() }
     }
 
     pub async fn wait_exit(&mut self, timeout: Duration) -> ExitStatus {

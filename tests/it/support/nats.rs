@@ -8,6 +8,8 @@ use std::time::Duration;
 use async_nats::HeaderMap;
 use async_nats::jetstream::{self, consumer, stream};
 use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use super::{NEVER, PATIENCE, equal, eventually, signal};
 
@@ -335,4 +337,23 @@ pub fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
         headers.append(*name, *value);
     }
     headers
+}
+
+/// Speaks the protocol by hand, because no client would send such a header.
+pub async fn publish_raw(server: &NatsServer, header: &[u8], payload: &[u8]) {
+    let block = [b"NATS/1.0\r\n", header, b"\r\n\r\n"].concat();
+    let total = block.len() + payload.len();
+    let start =
+        format!("CONNECT {{\"verbose\":false,\"headers\":true}}\r\nHPUB ORDERS.new {} {total}\r\n", block.len());
+    let bytes = [start.as_bytes(), &block, payload, b"\r\nPING\r\n"].concat();
+    let mut stream = TcpStream::connect(server.address()).await.unwrap();
+    stream.write_all(&bytes).await.unwrap();
+    let mut answer = String::new();
+    while !answer.contains("PONG") {
+        let mut buffer = [0; 4096];
+        let length = stream.read(&mut buffer).await.unwrap();
+        assert_ne!(length, 0, "the server closed the connection: {answer}");
+        answer += &String::from_utf8_lossy(&buffer[..length]);
+        assert!(!answer.contains("-ERR"), "{answer}");
+    }
 }
