@@ -773,7 +773,9 @@ impl Session {
             }
             (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
                 self.outstanding = self.outstanding.saturating_sub(left);
-                if !self.fruitful {
+                // The end of an earlier pull may reach us when the next one is sent already, and says nothing about that.
+                let pull = message.subject.rsplit('.').next().and_then(|number| number.parse::<u64>().ok());
+                if !self.fruitful && pull == self.pulls.checked_sub(1) {
                     self.pull_due = Instant::now() + TOO_LARGE_PAUSE;
                 }
                 Ok(())

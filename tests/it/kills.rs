@@ -187,6 +187,24 @@ async fn a_dead_cable_is_noticed_and_deliveries_flow_again_when_it_lives() {
     worker.drain().await;
 }
 
+/// The end of a pull then comes after the next pull was sent, and must not be taken for the end of that one.
+#[tokio::test]
+async fn small_batches_do_not_wait_when_the_link_breaks_up_what_the_server_says() {
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+
+    proxy.break_up(32);
+    broker.publish_numbered(1..=150).await;
+
+    // A wait of a second for each would be too long.
+    broker.acknowledged(150).await;
+    spec.db().applied_once(150).await;
+    worker.drain().await;
+}
+
 #[tokio::test]
 async fn stream_recreated_under_a_running_worker_loses_no_order() {
     let (server, broker) = Broker::story().await;

@@ -7,15 +7,17 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
+use async_nats::jetstream::context::PublishError;
 use async_nats::jetstream::{consumer, stream};
 use fastrand::Rng;
 use futures_util::future::join_all;
 use sqlx::Row;
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::support::daemon::Db;
 use crate::support::nats::{Stored, consumer_config, headers, stream_config};
-use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, ServerSpec, equal, eventually};
+use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, ServerSpec, eventually};
 
 /// Short, so that what a dead worker held comes again soon.
 const ACK_WAIT: Duration = Duration::from_secs(1);
@@ -52,15 +54,16 @@ async fn under_random_kills_freezes_and_cuts_nothing_is_lost_and_nothing_applied
     let mut worker = WorkerSide { daemon: spec.start(), spec, seen: Seen::default(), before: Seen::default() };
     let mut server = ServerSide { server, proxy };
     let mut ledger = Ledger::default();
+    let receipts = Notify::new();
 
     for number in 1..=rounds {
         place.round = number;
         let mut round = Round::draw(&mut random, number, ledger.orders.len());
         println!("{round}");
         tokio::join!(
-            worker.suffer(&round.worker),
-            server.suffer(&round.server),
-            join_all(round.orders.iter_mut().map(|order| order.publish(&broker))),
+            worker.suffer(&round.worker, &receipts),
+            server.suffer(&round.server, &receipts),
+            join_all(round.orders.iter_mut().map(|order| order.publish(&broker, &receipts))),
         );
         figures.count(&round);
         ledger.orders.append(&mut round.orders);
@@ -106,10 +109,18 @@ impl Drop for Place {
 /// One round: what befalls the worker, what befalls the server and the network, and what is published, all at the same time.
 struct Round {
     number: u32,
-    /// Each fault with the pause before it.
-    worker: Vec<(Duration, WorkerFault)>,
-    server: Vec<(Duration, ServerFault)>,
+    /// One after the other, each with its moment.
+    worker: Vec<(Moment, WorkerFault)>,
+    server: Vec<(Moment, ServerFault)>,
     orders: Vec<Order>,
+}
+
+/// When a fault strikes, after the end of the one before it.
+#[derive(Clone, Copy)]
+struct Moment {
+    pause: Duration,
+    /// So long after the next receipt of a publisher: the server delivers that order, the worker commits it.
+    after_receipt: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -172,9 +183,9 @@ impl Round {
             3..8 => 1,
             _ => 2,
         };
-        let server: Vec<_> = (0..server).map(|_| (pause(random), ServerFault::draw(random))).collect();
-        let worker: Vec<_> = (0..random.u8(u8::from(server.is_empty())..3))
-            .map(|_| (pause(random), WorkerFault::draw(random, server.is_empty())))
+        let server: Vec<_> = (0..server).map(|_| (Moment::draw(random), ServerFault::draw(random))).collect();
+        let worker: Vec<_> = (0..random.u8(u8::from(server.is_empty())..4))
+            .map(|_| (Moment::draw(random), WorkerFault::draw(random, server.is_empty())))
             .collect();
         let orders = (0..random.usize(30..90)).map(|n| Order::draw(random, number, orders_before + n + 1)).collect();
         Self { number, worker, server, orders }
@@ -184,18 +195,39 @@ impl Round {
 impl std::fmt::Display for Round {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "round {}: {} orders", self.number, self.orders.len())?;
-        for (pause, fault) in &self.worker {
-            write!(f, "; worker after {pause:?} {fault:?}")?;
+        for (moment, fault) in &self.worker {
+            write!(f, "; worker {moment} {fault:?}")?;
         }
-        for (pause, fault) in &self.server {
-            write!(f, "; server after {pause:?} {fault:?}")?;
+        for (moment, fault) in &self.server {
+            write!(f, "; server {moment} {fault:?}")?;
         }
         Ok(())
     }
 }
 
-fn pause(random: &mut Rng) -> Duration {
-    Duration::from_micros(random.u64(0..500_000))
+impl Moment {
+    fn draw(random: &mut Rng) -> Self {
+        let pause = Duration::from_micros(random.u64(0..400_000));
+        let after_receipt = (random.u8(0..4) > 0).then(|| Duration::from_micros(random.u64(0..20_000)));
+        Self { pause, after_receipt }
+    }
+
+    async fn come(self, receipts: &Notify) {
+        // There may be no more of them in this round.
+        const PATIENCE: Duration = Duration::from_millis(200);
+        sleep(self.pause).await;
+        if let Some(delay) = self.after_receipt {
+            timeout(PATIENCE, receipts.notified()).await.ok();
+            sleep(delay).await;
+        }
+    }
+}
+
+impl std::fmt::Display for Moment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "after {:?}", self.pause)?;
+        self.after_receipt.map_or(Ok(()), |delay| write!(f, " and a receipt and {delay:?}"))
+    }
 }
 
 /// Mostly short; sometimes longer than `ack_wait`, and sometimes longer than the worker waits for a heartbeat.
@@ -242,37 +274,36 @@ impl Order {
     }
 
     /// Sends until there is a receipt. Without an id it is sent only once: nobody could tell a second one from another order.
-    async fn publish(&mut self, broker: &Broker) {
+    async fn publish(&mut self, broker: &Broker, receipts: &Notify) {
         sleep(self.at).await;
-        if self.id.is_none() {
-            self.receipts.extend(self.send(broker).await.map(|stored| stored.stream_seq));
+        let Some(id) = &self.id else {
+            self.receipts.extend(self.send(broker, HeaderMap::new(), receipts).await.map(|stored| stored.stream_seq));
             return;
-        }
-        let what = format!("{self} is stored");
-        let stored = eventually(&what, PATIENCE, async || self.send(broker).await).await;
-        self.receipts.push(stored.stream_seq);
+        };
+        let headers = headers(&[("Nats-Msg-Id", id)]);
+        let send = async || self.send(broker, headers.clone(), receipts).await;
+        let stored = eventually(&format!("{self} is stored"), PATIENCE, send).await;
+        let mut sequences = vec![stored.stream_seq];
         if self.repeated {
             sleep(DUPLICATE_WINDOW).await;
-            let what = format!("{self} is stored once more");
-            let anew = async || {
-                self.send(broker).await.and_then(|stored| {
-                    equal(stored.duplicate, false).map(|()| stored).map_err(|_| "a duplicate".into())
-                })
+            let send_anew = async || {
+                let stored = send().await?;
+                if stored.duplicate { Err("a duplicate".to_owned()) } else { Ok(stored) }
             };
-            let stored = eventually(&what, PATIENCE, anew).await;
-            self.receipts.push(stored.stream_seq);
+            let stored = eventually(&format!("{self} is stored once more"), PATIENCE, send_anew).await;
+            sequences.push(stored.stream_seq);
         }
+        self.receipts = sequences;
     }
 
-    async fn send(&self, broker: &Broker) -> Result<Stored, String> {
-        let headers = self.id.as_ref().map_or_else(HeaderMap::new, |id| headers(&[("Nats-Msg-Id", id)]));
+    async fn send(&self, broker: &Broker, headers: HeaderMap, receipts: &Notify) -> Result<Stored, String> {
         let sending = async {
             let text = self.text.clone().into();
             let receipt = broker.jetstream.publish_with_headers("ORDERS.new", headers, text).await?.await?;
+            receipts.notify_waiters();
             Ok(Stored { stream_seq: receipt.sequence, duplicate: receipt.duplicate })
         };
-        let sent: Result<_, async_nats::jetstream::context::PublishError> =
-            timeout(RECEIPT, sending).await.map_err(|_| "no receipt")?;
+        let sent: Result<_, PublishError> = timeout(RECEIPT, sending).await.map_err(|_| "no receipt")?;
         sent.map_err(|error| error.to_string())
     }
 }
@@ -300,10 +331,10 @@ struct Seen {
 }
 
 impl WorkerSide {
-    async fn suffer(&mut self, faults: &[(Duration, WorkerFault)]) {
-        for (pause, fault) in faults {
+    async fn suffer(&mut self, faults: &[(Moment, WorkerFault)], receipts: &Notify) {
+        for (moment, fault) in faults {
             self.look().await;
-            sleep(*pause).await;
+            moment.come(receipts).await;
             match *fault {
                 WorkerFault::Kill { next_batch } => {
                     self.daemon.kill9();
@@ -356,10 +387,10 @@ struct ServerSide {
 }
 
 impl ServerSide {
-    async fn suffer(&mut self, faults: &[(Duration, ServerFault)]) {
+    async fn suffer(&mut self, faults: &[(Moment, ServerFault)], receipts: &Notify) {
         let proxy = &self.proxy;
-        for (pause, fault) in faults {
-            sleep(*pause).await;
+        for (moment, fault) in faults {
+            moment.come(receipts).await;
             match *fault {
                 ServerFault::Kill { down } => {
                     self.server.kill9();

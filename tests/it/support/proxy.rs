@@ -27,6 +27,8 @@ struct Faults {
     delay: Duration,
     /// What gets through in each direction; 0 stands for no limit.
     bytes_per_second: u32,
+    /// Data gets through in pieces of so many bytes, with a moment between them; 0 stands for as it comes.
+    piece_bytes: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -90,6 +92,11 @@ impl FaultProxy {
         self.faults.send_modify(|faults| faults.bytes_per_second = bytes_per_second);
     }
 
+    /// What was sent at once arrives in pieces of this size, one after the other.
+    pub fn break_up(&self, piece_bytes: usize) {
+        self.faults.send_modify(|faults| faults.piece_bytes = piece_bytes);
+    }
+
     /// Forwards again. What was held up by a stall goes through first: TCP loses nothing.
     pub fn heal(&self) {
         self.faults.send_modify(|faults| *faults = Faults { cuts: faults.cuts, ..Faults::default() });
@@ -145,13 +152,19 @@ async fn forward(
         if faults.wait_for(|faults| !stalled(faults)).await.is_err() {
             return;
         }
-        let Faults { mut delay, bytes_per_second, .. } = *faults.borrow();
+        let Faults { mut delay, bytes_per_second, piece_bytes, .. } = *faults.borrow();
         if bytes_per_second > 0 {
             delay += Duration::from_secs_f64(length as f64 / f64::from(bytes_per_second));
         }
         tokio::time::sleep(delay).await;
-        if to.write_all(&buffer[..length]).await.is_err() {
-            return;
+        let piece_bytes = if piece_bytes == 0 { length } else { piece_bytes };
+        for piece in buffer[..length].chunks(piece_bytes) {
+            if to.write_all(piece).await.is_err() {
+                return;
+            }
+            if piece_bytes < length {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
         }
     }
 }
