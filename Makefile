@@ -24,6 +24,7 @@ torture: ## kill, freeze and cut worker and server at random, 2 minutes; ROUNDS=
 SECONDS = 60
 TARGETS = delivery quarantine config
 fuzz: ## feed random bytes to what reads from outside (needs cargo-fuzz); SECONDS=600 TARGETS=config for more of one
+	@cp Cargo.lock fuzz/Cargo.lock
 	@for target in $(TARGETS); do mkdir -p fuzz/corpus/$$target && \
 	cargo fuzz run --sanitizer none $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
 	-max_total_time=$(SECONDS) -rss_limit_mb=1024 || exit; done
