@@ -81,8 +81,7 @@ impl Inbox {
 
     async fn end(&mut self, id: &str) -> Result<(), Error> {
         let mut tx = self.store.begin().await?;
-        let attempts = tx.attempts(id).await?;
-        tx.set_attempts(id, attempts.ended(), None, now_ns()).await?;
+        end_start(&mut tx, id, now_ns()).await?;
         tx.commit().await
     }
 
@@ -117,7 +116,7 @@ impl Inbox {
         for (delivery, kind) in batch.iter().zip(kinds) {
             outcomes.push(match kind {
                 Kind::Defective(reason, error) => {
-                    defective(&mut tx, delivery, (reason, error), self.on_conflict, now_ns).await?
+                    defective(&mut tx, delivery, (reason, error), self.on_conflict).await?
                 }
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
@@ -136,7 +135,7 @@ impl Inbox {
         if !new.is_empty() {
             guarded(self.handler.as_ref(), &mut tx, &new).await?;
         }
-        for (delivery, outcome) in batch.iter().zip(&outcomes) {
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
             bury(&mut tx, delivery, outcome, now_ns).await?;
         }
         tx.forget_attempts(&batch.iter().collect::<Vec<_>>()).await?;
@@ -227,12 +226,12 @@ impl Inbox {
         let known = tx.known(&batch.iter().collect::<Vec<_>>()).await?;
         let mut outcomes = Vec::with_capacity(batch.len());
         for (delivery, known) in batch.iter().zip(known) {
-            let outcome = match known {
+            let mut outcome = match known {
                 Claim::New => None,
                 Claim::Dead => Some(Outcome::Duplicate),
                 Claim::Processed(digest) => Some(on_conflict.judge(delivery, digest)),
             };
-            if let Some(outcome) = &outcome {
+            if let Some(outcome) = &mut outcome {
                 bury(&mut tx, delivery, outcome, now_ns).await?;
                 tx.forget_attempts(&[delivery]).await?;
             }
@@ -247,18 +246,17 @@ impl Inbox {
         let now_ns = now_ns();
         let max_attempts = self.retry.max_attempts;
         let mut tx = self.store.begin().await?;
-        if self.begun.as_ref() != Some(&delivery.id) {
+        let attempts = tx.attempts(&delivery.id).await?;
+        if self.begun.as_ref() != Some(&delivery.id) || attempts.started == 0 {
             if let Some(other) = &self.begun {
-                let attempts = tx.attempts(other).await?;
-                tx.set_attempts(other, attempts.ended(), None, now_ns).await?;
+                end_start(&mut tx, other, now_ns).await?;
             }
-            let attempts = tx.attempts(&delivery.id).await?;
             if attempts.started >= max_attempts {
-                let outcome = dead(
+                let mut outcome = dead(
                     Reason::CrashLoop,
                     format!("the process ended during each of {} runs of this message", attempts.started),
                 );
-                bury(&mut tx, delivery, &outcome, now_ns).await?;
+                bury(&mut tx, delivery, &mut outcome, now_ns).await?;
                 tx.forget_attempts(&[delivery]).await?;
                 tx.commit().await?;
                 self.begun = None;
@@ -266,12 +264,22 @@ impl Inbox {
             }
             tx.set_attempts(&delivery.id, attempts.begun(), None, now_ns).await?;
         }
-        tx.commit().await?;
+        // Also if the commit fails: it may stand all the same, and was no crash.
         self.begun = Some(delivery.id.clone());
+        tx.commit().await?;
         let outcome = self.transaction(delivery, Run::Recorded).await?;
         self.begun = None;
         Ok(outcome)
     }
+}
+
+/// Takes a start that was no crash off the record. If its message has had its outcome since, there is none on it.
+async fn end_start(tx: &mut Tx<'_>, id: &str, now_ns: i64) -> Result<(), Error> {
+    let attempts = tx.attempts(id).await?;
+    if attempts.started > 0 {
+        tx.set_attempts(id, attempts.ended(), None, now_ns).await?;
+    }
+    Ok(())
 }
 
 /// Whether a delivery has come so often that it travels alone. One that the handler never sees does no harm.
@@ -320,12 +328,13 @@ async fn single(
 ) -> Result<Outcome, Error> {
     let now_ns = now_ns();
     if let Some((reason, error)) = &delivery.defect {
-        let outcome = defective(tx, delivery, (*reason, error), judge.on_conflict, now_ns).await?;
+        let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
+        bury(tx, delivery, &mut outcome, now_ns).await?;
         tx.forget_attempts(&[delivery]).await?;
         return Ok(outcome);
     }
     tx.savepoint().await?;
-    let outcome = match tx.claim(&[delivery], now_ns).await?.first() {
+    let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
         Some(Claim::Processed(digest)) => judge.on_conflict.judge(delivery, *digest),
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => match guarded(handler, tx, &[delivery]).await {
@@ -338,7 +347,7 @@ async fn single(
         },
     };
     tx.keep().await?;
-    bury(tx, delivery, &outcome, now_ns).await?;
+    bury(tx, delivery, &mut outcome, now_ns).await?;
     tx.forget_attempts(&[delivery]).await?;
     Ok(outcome)
 }
@@ -357,47 +366,48 @@ async fn failed(
     let attempts = Attempts { failed: ended.failed.saturating_add(1), ..ended };
     let error = chain(&failure);
     let last_delivery = judge.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
-    let outcome = match judge.retry.verdict(&failure, attempts.failed, last_delivery) {
+    let mut outcome = match judge.retry.verdict(&failure, attempts.failed, last_delivery) {
         Verdict::Bury(reason) => dead(reason, error),
         Verdict::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };
     match &outcome {
         Outcome::Retry { error, .. } => tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?,
         Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. } => {
-            bury(tx, delivery, &outcome, now_ns).await?;
+            bury(tx, delivery, &mut outcome, now_ns).await?;
             tx.forget_attempts(&[delivery]).await?;
         }
     }
     Ok(outcome)
 }
 
-/// The dead letter of a message that is not applied whatever the handler says, unless it was processed or lies there already:
-/// one that the server gave up may have been applied on its last delivery.
+/// What becomes of a message that is not applied whatever the handler says: a dead letter, unless it was processed or lies there
+/// already. One that the server gave up may have been applied on its last delivery.
 async fn defective(
     tx: &mut Tx<'_>,
     delivery: &Delivery,
     (reason, error): (Reason, &str),
     on_conflict: OnConflict,
-    now_ns: i64,
 ) -> Result<Outcome, Error> {
-    let outcome = match tx.known(&[delivery]).await?.first() {
+    Ok(match tx.known(&[delivery]).await?.first() {
         Some(Claim::Processed(digest)) => on_conflict.judge(delivery, *digest),
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => dead(reason, error.to_owned()),
-    };
-    bury(tx, delivery, &outcome, now_ns).await?;
-    Ok(outcome)
+    })
 }
 
-/// Writes the dead letter of an outcome that has one.
-async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &Outcome, now_ns: i64) -> Result<(), Error> {
+/// Writes the dead letter of an outcome that has one. If the same message lies there already, also from this very batch, it is a
+/// duplicate.
+async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &mut Outcome, now_ns: i64) -> Result<(), Error> {
     match outcome {
         Outcome::DeadLettered { reason, error } => {
-            // It may be there: a defective message is written where it is judged, a repetition in the batch with the first.
-            tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await.map(|_new| ())
+            let is_new = tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await?;
+            if !is_new {
+                *outcome = Outcome::Duplicate;
+            }
         }
-        Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => Ok(()),
+        Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => {}
     }
+    Ok(())
 }
 
 /// Runs the handler; a panic is a failure that may pass, not the end of the process.

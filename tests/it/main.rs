@@ -14,6 +14,7 @@ mod http;
 mod ids;
 mod inputs;
 mod kills;
+mod model;
 mod network;
 mod processes;
 mod seeds;
