@@ -29,8 +29,10 @@ fuzz: ## feed random bytes to what reads from outside (needs cargo-fuzz); SECOND
 	cargo fuzz run --sanitizer none $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
 	-max_total_time=$(SECONDS) -rss_limit_mb=1024 || exit; done
 
-bench: ## measure the release build against no database at all, about 5 minutes; ARGS=--smoke for a quick look
-	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo bench --locked --bench bench -- $(ARGS)
+bench: PROFILE ?= release
+bench: ## measure the release build against no database at all, about 6 minutes; ARGS=--smoke PROFILE=dev for a quick look
+	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" \
+		cargo bench --locked --profile $(PROFILE) --bench bench -- $(ARGS)
 
 deb: ## build the Debian package with cargo-deb (cargo install --locked cargo-deb): target/debian/*.deb
 	cargo build --release --locked

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{self, PullConsumer};
+use async_nats::jetstream::stream;
 use futures_util::StreamExt;
+use sqlx::Connection;
 use support::nats::{CONSUMER, STREAM, consumer_config, stream_config};
 use support::{Broker, Daemon, DaemonSpec, NatsServer, eventually};
 
@@ -20,40 +22,59 @@ use support::{Broker, Daemon, DaemonSpec, NatsServer, eventually};
 const PATIENCE: Duration = Duration::from_secs(600);
 const ORDER_BYTES: usize = 200;
 const LATENCY_RATE: u64 = 1000;
+/// Longer than `inbox.retention = "auto"` keeps an id.
+const OLD_NS: i64 = 8 * 24 * 3600 * 1_000_000_000;
 
 struct Plan {
     orders: u64,
     rounds: usize,
     latency_seconds: u64,
+    /// Orders that wait when memory is measured.
+    pending: u64,
+    /// Ids that an old database holds, and how many of them are due to be pruned.
+    ids: i64,
+    prunable: i64,
+}
+
+/// What the ids of the orders are like.
+#[derive(Clone, Copy)]
+enum Ids {
+    /// `order-000000000001` and so on: new rows of an index land beside each other.
+    Rising,
+    /// 128 random bits as hexadecimal text: new rows land anywhere.
+    Random,
 }
 
 #[tokio::main]
 async fn main() {
     let smoke = std::env::args().any(|argument| argument == "--smoke");
     let plan = match smoke {
-        true => Plan { orders: 5_000, rounds: 1, latency_seconds: 1 },
-        false => Plan { orders: 200_000, rounds: 3, latency_seconds: 10 },
+        true => Plan { orders: 5_000, rounds: 1, latency_seconds: 1, pending: 5_000, ids: 20_000, prunable: 5_000 },
+        false => Plan {
+            orders: 200_000,
+            rounds: 3,
+            latency_seconds: 10,
+            pending: 1_000_000,
+            ids: 10_000_000,
+            prunable: 1_000_000,
+        },
     };
     let mut report = Report::default();
-    let (mut ceilings, mut fresh, mut again, mut peak) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    let (mut ceilings, mut fresh, mut again) = (Vec::new(), Vec::new(), Vec::new());
+    let wide = wide();
     for round in 1..=plan.rounds {
         eprintln!("round {round} of {}", plan.rounds);
-        let server = NatsServer::start().await;
-        let broker = Broker::connect(&server).await;
-        let wide = consumer::pull::Config { max_ack_pending: 10_000, ..consumer_config() };
-        broker.create(stream_config(), wide.clone()).await;
-        publish(&broker, 1..=plan.orders).await;
+        let (server, broker) = server_for_millions().await;
+        publish(&broker, 1..=plan.orders, Ids::Rising).await;
         ceilings.push(rate(plan.orders, without_database(&broker, &wide, plan.orders).await));
 
         let spec = DaemonSpec::new(server.url());
-        let (took, bytes) = with_database(&broker, &spec, plan.orders).await;
-        fresh.push(rate(plan.orders, took));
-        peak = peak.max(bytes);
+        fresh.push(rate(plan.orders, with_database(&broker, &spec, plan.orders).await.0));
         spec.db().applied_once(i64::try_from(plan.orders).unwrap()).await;
 
         // The same messages once more: what a server does that lost its acknowledgements in a crash.
         broker.jetstream.delete_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
-        broker.jetstream.create_consumer_on_stream(wide, STREAM).await.unwrap();
+        broker.jetstream.create_consumer_on_stream(wide.clone(), STREAM).await.unwrap();
         again.push(rate(plan.orders, with_database(&broker, &spec, plan.orders).await.0));
         spec.db().applied_once(i64::try_from(plan.orders).unwrap()).await;
     }
@@ -61,19 +82,33 @@ async fn main() {
     report.rate("no database: consume and acknowledge", ceiling, ceiling);
     report.rate("the daemon, new orders", median(&mut fresh), ceiling);
     report.rate("the daemon, every order a duplicate", median(&mut again), ceiling);
-    report.row("peak resident, backlog", &format!("{:.0} MiB", peak as f64 / 1024.0 / 1024.0), "");
+    memory(&plan, &mut report).await;
     latency(&plan, &mut report).await;
+    many_ids(&plan, &mut report).await;
     report.print(&plan);
 }
 
-/// Publishes with receipts, ids rising.
-async fn publish(broker: &Broker, numbers: std::ops::RangeInclusive<u64>) {
+fn wide() -> consumer::pull::Config {
+    consumer::pull::Config { max_ack_pending: 10_000, ..consumer_config() }
+}
+
+/// A server of its own whose stream is large enough for every phase.
+async fn server_for_millions() -> (NatsServer, Broker) {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let stream = stream::Config { max_bytes: 4 << 30, ..stream_config() };
+    broker.create(stream, wide()).await;
+    (server, broker)
+}
+
+/// Publishes with receipts.
+async fn publish(broker: &Broker, numbers: std::ops::RangeInclusive<u64>, ids: Ids) {
     const IN_FLIGHT: usize = 1000;
     let numbers: Vec<u64> = numbers.collect();
     for some in numbers.chunks(IN_FLIGHT) {
         let mut receipts = Vec::with_capacity(some.len());
         for number in some {
-            receipts.push(order(broker, *number).await);
+            receipts.push(order(broker, *number, ids).await);
         }
         for receipt in receipts {
             receipt.await.unwrap();
@@ -81,9 +116,13 @@ async fn publish(broker: &Broker, numbers: std::ops::RangeInclusive<u64>) {
     }
 }
 
-async fn order(broker: &Broker, number: u64) -> async_nats::jetstream::context::PublishAckFuture {
+async fn order(broker: &Broker, number: u64, ids: Ids) -> async_nats::jetstream::context::PublishAckFuture {
+    let id = match ids {
+        Ids::Rising => format!("order-{number:012}"),
+        Ids::Random => format!("{:032x}", fastrand::u128(..)),
+    };
     let mut headers = HeaderMap::new();
-    headers.insert("Nats-Msg-Id", format!("order-{number:012}").as_str());
+    headers.insert("Nats-Msg-Id", id.as_str());
     let mut payload = format!("{{\"id\":\"ord-{number:012}\",\"sku\":\"MUG-BLUE\",\"quantity\":2,\"note\":\"");
     payload.extend(std::iter::repeat_n('x', ORDER_BYTES - 2 - payload.len()));
     payload.push_str("\"}");
@@ -128,35 +167,114 @@ async fn acknowledged(broker: &Broker, consumer: &str, orders: u64) {
     .await;
 }
 
-/// From publish to durable, at a fixed rate and for orders that come alone, out of the daemon's own histogram.
+/// The most memory that the daemon has with a long backlog before it.
+async fn memory(plan: &Plan, report: &mut Report) {
+    eprintln!("memory");
+    let (server, broker) = server_for_millions().await;
+    publish(&broker, 1..=plan.pending, Ids::Rising).await;
+    let (took, bytes) = with_database(&broker, &DaemonSpec::new(server.url()), plan.pending).await;
+    report.row(&format!("peak resident, {} orders pending", plan.pending), &mebibytes(bytes), "");
+    report.row(&format!("{} orders, in a row", plan.pending), &format!("{:.0}/s", rate(plan.pending, took)), "");
+}
+
+/// From publish to durable, at a fixed rate and for orders that come alone.
 async fn latency(plan: &Plan, report: &mut Report) {
     for (what, rate) in [("at 1,000 orders/s", LATENCY_RATE), ("lone orders, 20/s", 20)] {
+        eprintln!("latency {what}");
         let (server, broker) = Broker::with(consumer_config()).await;
         let spec = DaemonSpec::new(server.url());
         let mut daemon = spec.start();
         daemon.ready().await;
-        let orders = rate * plan.latency_seconds;
-        let mut ticks = tokio::time::interval(Duration::from_secs(1) / u32::try_from(rate).unwrap());
-        let mut receipts = Vec::new();
-        for number in 1..=orders {
-            ticks.tick().await;
-            // The client waits once 5,000 receipts are open, so each is taken as it comes.
-            receipts.push(tokio::spawn(order(&broker, number).await.into_future()));
-        }
-        for receipt in receipts {
-            receipt.await.unwrap().unwrap();
-        }
-        daemon.metric("end_to_end_seconds_count", orders as f64).await;
-        let (_, text) = daemon.get("/metrics").await;
-        let buckets = buckets(&text);
-        for (name, quantile) in [("median", 0.5), ("p99", 0.99)] {
-            report.row(&format!("published to durable, {what}, {name}"), &within(&buckets, quantile), "");
-        }
+        at_rate(plan, report, &broker, &daemon, rate, what).await;
         if rate == LATENCY_RATE {
             idle(&daemon, plan, report).await;
         }
         daemon.drain().await;
     }
+}
+
+/// Out of the daemon's own histogram.
+async fn at_rate(plan: &Plan, report: &mut Report, broker: &Broker, daemon: &Daemon, rate: u64, what: &str) {
+    let orders = rate * plan.latency_seconds;
+    let mut ticks = tokio::time::interval(Duration::from_secs(1) / u32::try_from(rate).unwrap());
+    let mut receipts = Vec::new();
+    for number in 1..=orders {
+        ticks.tick().await;
+        // The client waits once 5,000 receipts are open, so each is taken as it comes.
+        receipts.push(tokio::spawn(order(broker, number, Ids::Random).await.into_future()));
+    }
+    for receipt in receipts {
+        receipt.await.unwrap().unwrap();
+    }
+    daemon.metric("end_to_end_seconds_count", orders as f64).await;
+    let (_, text) = daemon.get("/metrics").await;
+    let buckets = buckets(&text);
+    for (name, quantile) in [("median", 0.5), ("p99", 0.99)] {
+        report.row(&format!("published to durable, {what}, {name}"), &within(&buckets, quantile), "");
+    }
+}
+
+/// What becomes of it all when the database is old: it holds many random ids, and random ids keep arriving.
+async fn many_ids(plan: &Plan, report: &mut Report) {
+    eprintln!("{} ids", plan.ids);
+    let (server, broker) = server_for_millions().await;
+    publish(&broker, 1..=plan.orders, Ids::Random).await;
+    let (young, _) = with_database(&broker, &DaemonSpec::new(server.url()), plan.orders).await;
+    report.row("random ids, empty database", &format!("{:.0}/s", rate(plan.orders, young)), "");
+
+    let (server, broker) = server_for_millions().await;
+    let spec = DaemonSpec::new(server.url());
+    seed(&spec, plan.ids).await;
+    let began = Instant::now();
+    let mut daemon = spec.start();
+    daemon.ready().await;
+    report.row(
+        &format!("from start to ready, {} ids", plan.ids),
+        &format!("{:.2} s", began.elapsed().as_secs_f64()),
+        "",
+    );
+    report.row(&format!("resident when ready, {} ids", plan.ids), &mebibytes(resident_peak(&daemon)), "");
+    daemon.drain().await;
+    publish(&broker, 1..=plan.orders, Ids::Random).await;
+    let (old, bytes) = with_database(&broker, &spec, plan.orders).await;
+    let of_its_own = format!("{:.2} of its own", young.as_secs_f64() / old.as_secs_f64());
+    report.row(
+        &format!("random ids, {} there before", plan.ids),
+        &format!("{:.0}/s", rate(plan.orders, old)),
+        &of_its_own,
+    );
+    report.row(&format!("peak resident, {} ids", plan.ids), &mebibytes(bytes), "");
+
+    let mut connection = spec.db().open_to_write().await;
+    let age = "UPDATE processed_ids SET processed_at = processed_at - ? WHERE rowid <= ?";
+    sqlx::query(age).bind(OLD_NS).bind(plan.prunable).execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+    let mut daemon = spec.start();
+    daemon.ready().await;
+    at_rate(plan, report, &broker, &daemon, LATENCY_RATE, "at 1,000 orders/s while old ids are pruned").await;
+    let pruned = daemon.metrics().await.get("ids_pruned_total").unwrap();
+    report.row("ids pruned meanwhile", &format!("{pruned}"), "");
+    daemon.drain().await;
+}
+
+/// Puts random ids of processed messages into the database of a daemon that is not running.
+async fn seed(spec: &DaemonSpec, ids: i64) {
+    const STEP: i64 = 1_000_000;
+    let mut daemon = spec.start();
+    daemon.ready().await;
+    daemon.drain().await;
+    let mut connection = spec.db().open_to_write().await;
+    sqlx::query("DROP INDEX processed_ids_id").execute(&mut connection).await.unwrap();
+    let now_ns = i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos()).unwrap();
+    let insert = "WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?) \
+         INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
+         SELECT lower(hex(randomblob(16))), 0, randomblob(16), ? FROM number";
+    for first in (0..ids).step_by(usize::try_from(STEP).unwrap()) {
+        sqlx::query(insert).bind(STEP.min(ids - first)).bind(now_ns).execute(&mut connection).await.unwrap();
+    }
+    // In one go, since a million random rows into a finished index would take minutes.
+    sqlx::query("CREATE UNIQUE INDEX processed_ids_id ON processed_ids (id)").execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
 }
 
 async fn idle(daemon: &Daemon, plan: &Plan, report: &mut Report) {
@@ -194,6 +312,10 @@ fn cpu(daemon: &Daemon) -> Duration {
     let fields = stat.rsplit(") ").next().unwrap();
     let ticks: u64 = fields.split(' ').skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum();
     Duration::from_millis(ticks * 10)
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{:.0} MiB", bytes as f64 / 1024.0 / 1024.0)
 }
 
 fn rate(orders: u64, took: Duration) -> f64 {
