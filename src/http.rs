@@ -42,7 +42,7 @@ const CONNECTION_LIMIT: Duration = Duration::from_secs(15);
 const HEADER_BYTES_MAX: usize = 8 * 1024;
 
 /// Pause after a failed accept. Without it a process out of file descriptors would spin on the same error.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// How long answers in flight may take once the server is told to stop.
 const STOP_LIMIT: Duration = Duration::from_secs(1);

@@ -125,7 +125,15 @@ async fn authenticate(options: ConnectOptions, nats: &Nats) -> Result<ConnectOpt
             options.user_and_password(user.clone(), secret("nats.password_file", password_file).await?)
         }
         Auth::Token { token_file } => options.token(secret("nats.token_file", token_file).await?),
-        Auth::Nkey { nkey_file } => options.nkey(secret("nats.nkey_file", nkey_file).await?),
+        Auth::Nkey { nkey_file } => {
+            let seed = secret("nats.nkey_file", nkey_file).await?;
+            // The client looks at it only while it connects, and takes what it finds for a server that may let us in later.
+            nkeys::KeyPair::from_seed(&seed).map_err(|error| ConnectError::Credentials {
+                path: nkey_file.clone(),
+                source: std::io::Error::new(std::io::ErrorKind::InvalidData, error),
+            })?;
+            options.nkey(seed)
+        }
         Auth::Credentials { credentials_file } => {
             let text = secret("nats.credentials_file", credentials_file).await?;
             options

@@ -6,8 +6,8 @@ use std::process::Command;
 use sqlx::Connection;
 use tokio::net::TcpStream;
 
-use crate::support::nats::impatient_consumer_config;
-use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, PATIENCE, at_least, eventually};
+use crate::support::nats::{CONSUMER, STREAM, impatient_consumer_config};
+use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NEVER, PATIENCE, at_least, eventually};
 
 #[tokio::test]
 async fn a_log_that_nobody_reads_holds_up_neither_orders_nor_the_drain_and_its_gap_is_told() {
@@ -91,8 +91,9 @@ async fn out_of_file_descriptors_it_answers_probes_and_goes_on_when_idle_clients
     worker.ready().await;
     leave_file_descriptors(&worker, 2);
     let address = worker.http_address();
+    // So many that to wait until each has been timed out, two at a time, would take minutes.
     let mut idle = Vec::new();
-    for _ in 0..20 {
+    for _ in 0..100 {
         idle.push(TcpStream::connect(&address).await.unwrap());
     }
     worker.logged(&["Too many open files"]).await;
@@ -201,6 +202,22 @@ async fn sigterm_without_a_free_file_descriptor_and_with_the_server_cut_off_ends
     worker.drain().await;
 
     proxy.heal();
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(20).await;
+}
+
+#[tokio::test]
+async fn sigterm_while_the_consumer_is_paused_ends_it() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let stream = broker.jetstream.get_stream(STREAM).await.unwrap();
+    stream.pause_consumer(CONSUMER, (std::time::SystemTime::now() + NEVER).into()).await.unwrap();
+    broker.publish_numbered(1..=20).await;
+    worker.metric("consumer_num_pending", 20.0).await;
+    worker.drain().await;
+    stream.resume_consumer(CONSUMER).await.unwrap();
     spec.run_ok(&["run", "--until-idle"]).await;
     spec.db().applied_once(20).await;
 }
