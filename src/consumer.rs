@@ -77,6 +77,8 @@ pub struct Consumer {
     state: State,
     /// Client and inbox. They outlive a binding and go only when the client is dead.
     link: Option<Link>,
+    /// The link's client, for acknowledgements while the link is with a binding on its way.
+    client: Option<Client>,
     /// What we were bound to last, to notice when it is another one.
     last: Option<(i128, i128)>,
     /// Deliveries that came in while it was in doubt whose they are.
@@ -88,6 +90,7 @@ pub struct Consumer {
     /// Of the last look. That it moves shows that the server takes our acknowledgements.
     ack_floor: u64,
     positions: Positions,
+    paused: bool,
     /// The warnings of the start gate that hold, and were said.
     warned: HashSet<String>,
     failures: u32,
@@ -129,6 +132,8 @@ struct Session {
     /// Something came since the last pull was sent.
     fruitful: bool,
     last_heard: Instant,
+    /// Something was heard since that was last asked.
+    heard: bool,
     last_consumer_seq: u64,
     /// The client's count of connections when we bound.
     connects: u64,
@@ -245,12 +250,14 @@ impl Consumer {
             info_every,
             state: State::Down { until: Instant::now() },
             link: None,
+            client: None,
             last: None,
             stash: Vec::new(),
             suspicious: false,
             clean_through: Arc::default(),
             ack_floor: 0,
             positions: Positions::default(),
+            paused: false,
             warned: HashSet::new(),
             failures: 0,
             reminder: Reminder::default(),
@@ -292,7 +299,11 @@ impl Consumer {
                         continue;
                     };
                     let into = Intake { stash: &mut self.stash, positions: &mut self.positions };
-                    match session.step(link, &self.config, room, self.info_every, into).await {
+                    let step = session.step(link, &self.config, room, self.info_every, into).await;
+                    if std::mem::take(&mut session.heard) {
+                        self.telemetry.pulls_work();
+                    }
+                    match step {
                         Ok(Step::Arrived) => {}
                         Ok(Step::GivenUp(arrivals)) => return Event::GivenUp(arrivals),
                         Ok(Step::Seen(found)) => match self.seen(&found) {
@@ -311,9 +322,9 @@ impl Consumer {
     /// # Errors
     /// When there is no connection to send it over. Bound the time: a client that reconnects takes 2,048 and then blocks.
     pub async fn acknowledge(&mut self, reply: &Reply, acknowledgement: Acknowledgement) -> Result<(), BindError> {
-        let link = self.link.as_ref().filter(|link| link.is_connected()).ok_or(BindError::ClientDead)?;
+        let client = self.connected_client()?;
         let payload = self.payload(reply, acknowledgement);
-        link.client.publish(reply.subject.clone(), payload).await.map_err(|_| BindError::ClientDead)?;
+        client.publish(reply.subject.clone(), payload).await.map_err(|_| BindError::ClientDead)?;
         self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
         Ok(())
     }
@@ -324,10 +335,10 @@ impl Consumer {
         reply: &Reply,
         acknowledgement: Acknowledgement,
     ) -> Result<(), BindError> {
-        let link = self.link.as_ref().filter(|link| link.is_connected()).ok_or(BindError::ClientDead)?;
+        let client = self.connected_client()?;
         // Not the client's double ack: that one takes any answer for a receipt, also "no responders".
         let request = Request::new().payload(self.payload(reply, acknowledgement));
-        let answer = link.client.send_request(reply.subject.clone(), request).await;
+        let answer = client.send_request(reply.subject.clone(), request).await;
         answer.map_err(|error| BindError::NoAnswer { asked: "the last acknowledgement", error: error.to_string() })?;
         self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
         Ok(())
@@ -339,6 +350,11 @@ impl Consumer {
             State::Bound(session) => Some(session.records.clone()),
             State::Down { .. } | State::Binding(_) => None,
         }
+    }
+
+    fn connected_client(&self) -> Result<&Client, BindError> {
+        let client = self.client.as_ref();
+        client.filter(|client| is_connected(client)).ok_or(BindError::ClientDead)
     }
 
     /// Stops pulling for good and returns what had already been handed out to us.
@@ -399,6 +415,7 @@ impl Consumer {
         self.warn(gate::examine(&found.stream, &found.consumer, Expectations::of(&self.config)));
         let notices = self.positions.bound(Look::of(&found), another_stream || another_consumer);
         self.note(notices);
+        self.note_pause(&found.consumer);
         let ack_floor = found.consumer.ack_floor.stream_sequence;
         tracing::info!(%stream, %consumer, ack_floor, pending = found.consumer.num_pending, "bound");
         self.telemetry.health.set_bound(Ok(()));
@@ -424,6 +441,7 @@ impl Consumer {
             let scan = quarantine::scan(link.client.clone(), found, self.clean_through.clone());
             session.scan = Some(scan.boxed());
         }
+        self.client = Some(link.client.clone());
         self.link = Some(link);
         self.state = State::Bound(Box::new(session));
         let stream_created_ns = i64::try_from(created.0).unwrap_or(i64::MAX);
@@ -442,6 +460,7 @@ impl Consumer {
         self.warn(warnings);
         let notices = self.positions.seen(Look::of(found));
         self.note(notices);
+        self.note_pause(&found.consumer);
         let view = found.view();
         if view.ack_floor_consumer_seq > self.ack_floor {
             self.telemetry.health.set_acks(Ok(()));
@@ -462,6 +481,19 @@ impl Consumer {
             tracing::warn!("{text}");
         }
         self.warned = warnings;
+    }
+
+    /// A pause is somebody's will and ends by itself: said once at its beginning and once at its end.
+    fn note_pause(&mut self, consumer: &ConsumerInfo) {
+        if consumer.paused != self.paused {
+            self.paused = consumer.paused;
+            let left = consumer.pause_remaining.map(|left| Duration::from_secs(left.as_secs())).unwrap_or_default();
+            if consumer.paused {
+                tracing::warn!(left = %humantime::format_duration(left), "the server has paused the consumer and delivers nothing");
+            } else {
+                tracing::info!("the consumer is not paused any more");
+            }
+        }
     }
 
     /// Tells the operator what became of messages and sequences.
@@ -538,6 +570,7 @@ impl Consumer {
             // Perhaps our subscriptions are gone: a server that denied them for a while does not bring them back.
             if self.failures >= NO_ANSWERS_MAX {
                 self.link = None;
+                self.client = None;
             }
         }
         if self.reminder.is_due(&cause) {
@@ -559,6 +592,7 @@ impl Consumer {
         if trouble.client_dead {
             tracing::error!("the client's connection task has ended, making a new client");
             self.link = None;
+            self.client = None;
         } else {
             tracing::info!(cause = %trouble.cause, "looking at stream and consumer again");
         }
@@ -605,6 +639,7 @@ impl Session {
             pull_due: now,
             fruitful: true,
             last_heard: now,
+            heard: false,
             last_consumer_seq: 0,
             connects,
             checks: tokio::time::interval(CHECK_EVERY),
@@ -742,6 +777,7 @@ impl Session {
     /// Takes a delivery in, or draws the conclusion from a status message.
     fn take_in(&mut self, message: Message, into: &mut Intake<'_>) -> Result<(), Trouble> {
         self.last_heard = Instant::now();
+        self.heard = true;
         if message.status.is_some() && message.reply.as_ref().is_some_and(|reply| Position::parse(reply).is_some()) {
             return Err(Trouble::suspicious("a stored message calls itself a word of the server"));
         }
@@ -817,7 +853,7 @@ impl Link {
     }
 
     fn is_connected(&self) -> bool {
-        self.client.connection_state() == ConnectionState::Connected
+        is_connected(&self.client)
     }
 
     /// Takes every delivery that is here, without waiting for more.
@@ -897,6 +933,7 @@ impl Found {
             num_waiting: consumer.num_waiting as u64,
             stream_first_seq: state.first_sequence,
             stream_last_seq: state.last_sequence,
+            max_ack_pending: u64::try_from(consumer.config.max_ack_pending).ok().filter(|max| *max > 0),
             paused: consumer.paused,
             last_published_at: at_unix_ns(state.last_timestamp.unix_timestamp_nanos()),
             oldest_published_at: self.oldest_published_at,
@@ -986,6 +1023,10 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found
 /// A stream without any message says that its last one came in the year 1.
 fn at_unix_ns(unix_ns: i128) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_nanos(u64::try_from(unix_ns).unwrap_or(0))
+}
+
+fn is_connected(client: &Client) -> bool {
+    client.connection_state() == ConnectionState::Connected
 }
 
 /// `None` for a message that the server did not hand out from a stream.

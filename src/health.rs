@@ -83,12 +83,34 @@ impl Health {
 
     /// The server's latest report on consumer and stream.
     pub fn set_consumer(&self, view: ConsumerView) {
-        self.update(|state| state.consumer = Some(view));
+        self.update(|state| {
+            let floor = |view: &ConsumerView| view.ack_floor_consumer_seq;
+            if state.consumer.as_ref().map(floor) != Some(floor(&view)) {
+                // Somebody gets on, if not this worker.
+                state.away.working_since = None;
+            }
+            state.consumer = Some(view);
+        });
+    }
+
+    /// How long a delivery may be away, with another worker or lost, before it comes again.
+    pub fn set_redelivery(&self, longest: Duration) {
+        self.update(|state| state.away_patience = STALL + longest);
     }
 
     /// How many deliveries are received and not acknowledged yet.
     pub fn set_held(&self, held: usize) {
         self.update(|state| state.held = held);
+    }
+
+    /// How many messages wait for their retry.
+    pub fn set_parked(&self, parked: usize) {
+        self.update(|state| state.parked = parked);
+    }
+
+    /// The server lets us ask for messages, or why not. Taken for granted until reported otherwise.
+    pub fn set_pulls(&self, pulls: Result<(), String>) {
+        self.update(|state| state.pulls = one_line(pulls));
     }
 
     /// A commit of `messages` outcomes, of which the highest stream sequence is `stream_seq`, is durable.
@@ -131,6 +153,7 @@ impl Health {
             pause: state.pause.clone(),
             problems,
             held: state.held,
+            parked: state.parked,
             committed_stream_seq: state.committed_stream_seq,
             committed_messages: state.committed_messages,
             last_commit_at: state.last_commit_at,
@@ -176,6 +199,7 @@ impl Health {
         metrics.log_lines_dropped.absolute(logging::dropped_lines());
         metrics.nats_connected.set(flag(state.connected.is_ok()));
         metrics.held_deliveries.set(state.held as f64);
+        metrics.parked_messages.set(state.parked as f64);
         metrics.committed_stream_seq.set(state.committed_stream_seq as f64);
         if let Some(at) = state.last_commit_at {
             metrics.last_commit_timestamp_seconds.set(unix_seconds(at));
@@ -195,6 +219,8 @@ impl Health {
         change(&mut state);
         let (has_work, hindered) = (state.has_work(), state.is_hindered());
         state.stall.observe(has_work, hindered, now);
+        let is_away = state.is_away();
+        state.away.observe(is_away, hindered, now);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -239,6 +265,7 @@ pub struct ConsumerView {
     pub num_waiting: u64,
     pub stream_first_seq: u64,
     pub stream_last_seq: u64,
+    pub max_ack_pending: Option<u64>,
     pub paused: bool,
     /// When the stream last stored a message, by the server's clock.
     #[serde(serialize_with = "serialize_time")]
@@ -251,6 +278,11 @@ pub struct ConsumerView {
 }
 
 impl ConsumerView {
+    /// The server delivers nothing new before something is acknowledged, and there is something new.
+    pub fn is_full(&self) -> bool {
+        self.num_pending > 0 && self.max_ack_pending.is_some_and(|max| self.num_ack_pending >= max)
+    }
+
     fn record(&self, metrics: &Metrics) {
         metrics.consumer_ack_floor_stream_seq.set(self.ack_floor_stream_seq as f64);
         metrics.consumer_ack_floor_consumer_seq.set(self.ack_floor_consumer_seq as f64);
@@ -259,6 +291,8 @@ impl ConsumerView {
         metrics.consumer_num_ack_pending.set(self.num_ack_pending as f64);
         metrics.consumer_num_redelivered.set(self.num_redelivered as f64);
         metrics.consumer_num_waiting.set(self.num_waiting as f64);
+        metrics.consumer_max_ack_pending.set(self.max_ack_pending.unwrap_or(0) as f64);
+        metrics.consumer_paused.set(flag(self.paused));
         metrics.stream_first_seq.set(self.stream_first_seq as f64);
         metrics.stream_last_seq.set(self.stream_last_seq as f64);
         let age = self.oldest_published_at.and_then(|at| at.elapsed().ok()).unwrap_or_default();
@@ -278,6 +312,7 @@ pub struct Status {
     pub pause: Option<Pause>,
     pub problems: Vec<Problem>,
     pub held: usize,
+    pub parked: usize,
     pub committed_stream_seq: u64,
     pub committed_messages: u64,
     #[serde(serialize_with = "serialize_optional_time")]
@@ -292,15 +327,19 @@ struct State {
     bound: Result<(), String>,
     database: Result<(), String>,
     acks: Result<(), String>,
+    pulls: Result<(), String>,
     draining: bool,
     pause: Option<Pause>,
     consumer: Option<ConsumerView>,
     held: usize,
+    parked: usize,
     committed_stream_seq: u64,
     committed_messages: u64,
     last_commit_at: Option<SystemTime>,
     counts: Option<(u64, u64)>,
     stall: StallClock,
+    away: StallClock,
+    away_patience: Duration,
 }
 
 impl State {
@@ -310,15 +349,19 @@ impl State {
             bound: Err("starting, no consumer bound yet".to_owned()),
             database: Err("starting, not opened yet".to_owned()),
             acks: Ok(()),
+            pulls: Ok(()),
             draining: false,
             pause: None,
             consumer: None,
             held: 0,
+            parked: 0,
             committed_stream_seq: 0,
             committed_messages: 0,
             last_commit_at: None,
             counts: None,
             stall: StallClock { working_since: None, hindered_since: Some(now) },
+            away: StallClock { working_since: None, hindered_since: Some(now) },
+            away_patience: STALL,
         }
     }
 
@@ -330,8 +373,13 @@ impl State {
         if let Some(pause) = &self.pause {
             problems.extend(one_line(Err(pause.to_string())).err().map(|cause| Problem { component: "paused", cause }));
         }
-        let reported =
-            [("nats", &self.connected), ("consumer", &self.bound), ("acks", &self.acks), ("database", &self.database)];
+        let reported = [
+            ("nats", &self.connected),
+            ("consumer", &self.bound),
+            ("pulls", &self.pulls),
+            ("acks", &self.acks),
+            ("database", &self.database),
+        ];
         for (component, fact) in reported {
             if let Err(cause) = fact {
                 problems.push(Problem { component, cause: cause.clone() });
@@ -341,7 +389,21 @@ impl State {
         if stalled > STALL {
             let num_pending = self.consumer.as_ref().map_or(0, |view| view.num_pending);
             let (held, seconds) = (self.held, stalled.as_secs());
-            let cause = format!("num_pending {num_pending}, {held} deliveries held, no commit for {seconds} s");
+            let mut cause = format!("num_pending {num_pending}, {held} deliveries held, no commit for {seconds} s");
+            if let Some(view) = self.consumer.as_ref().filter(|view| view.is_full()) {
+                let (out, parked) = (view.num_ack_pending, self.parked);
+                cause +=
+                    &format!("; max_ack_pending is used up by {out} deliveries, {parked} of them wait for their retry");
+            }
+            problems.push(Problem { component: "progress", cause });
+        }
+        let away = self.away.stalled_for(now);
+        if away > self.away_patience {
+            let out = self.consumer.as_ref().map_or(0, |view| view.num_ack_pending);
+            let cause = format!(
+                "the server waits for {out} deliveries that are not here, and none came again or was acknowledged for {} s",
+                away.as_secs()
+            );
             problems.push(Problem { component: "progress", cause });
         }
         problems
@@ -353,15 +415,25 @@ impl State {
         self.last_commit_at = Some(SystemTime::now());
         // The next look at the facts starts it again if there is more to do.
         self.stall.working_since = None;
+        self.away.working_since = None;
     }
 
     /// Deliveries that the server waits for and nobody here holds are no work of ours: they come back after `ack_wait`
-    /// or a nak's delay.
+    /// or a nak's delay. See [`State::is_away`] for when they do not.
     fn has_work(&self) -> bool {
         self.held > 0 || self.consumer.as_ref().is_some_and(|view| view.num_pending > 0)
     }
 
+    /// All that is left to do is with somebody else, or lost on the way.
+    fn is_away(&self) -> bool {
+        let away = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending > self.parked as u64;
+        self.held == 0 && self.consumer.as_ref().is_some_and(away)
+    }
+
     fn is_hindered(&self) -> bool {
+        if self.pulls.is_err() {
+            return true;
+        }
         let paused = self.pause.is_some() || self.consumer.as_ref().is_some_and(|view| view.paused);
         paused || self.connected.is_err() || self.bound.is_err() || self.acks.is_err() || self.database.is_err()
     }
@@ -464,6 +536,7 @@ mod tests {
             num_waiting: 1,
             stream_first_seq: 1,
             stream_last_seq: 10 + num_pending,
+            max_ack_pending: None,
             paused: false,
             last_published_at: SystemTime::now(),
             oldest_published_at: None,
@@ -579,6 +652,36 @@ mod tests {
         health.set_consumer(view(5));
         hand.advance(50);
         assert_eq!(health.problems(), []);
+    }
+
+    #[test]
+    fn retries_that_take_all_places_are_named() {
+        let (health, hand) = running();
+        health.set_parked(7);
+        health.set_consumer(ConsumerView { num_ack_pending: 8, max_ack_pending: Some(8), ..view(5) });
+        hand.advance(61);
+        let cause = &health.problems()[0].cause;
+        assert!(
+            cause.contains("max_ack_pending is used up by 8 deliveries, 7 of them wait for their retry"),
+            "{cause}"
+        );
+    }
+
+    #[test]
+    fn deliveries_that_nobody_here_holds_and_that_do_not_come_again_are_named_after_their_time() {
+        let (health, hand) = running();
+        health.set_redelivery(Duration::from_secs(300));
+        let away = |floor| ConsumerView { num_ack_pending: 3, ack_floor_consumer_seq: floor, ..view(0) };
+        health.set_consumer(away(12));
+        hand.advance(359);
+        assert_eq!(health.problems(), []);
+        health.set_consumer(away(13));
+        hand.advance(359);
+        assert_eq!(health.problems(), [], "another worker gets on");
+        hand.advance(2);
+        assert_eq!(health.problems()[0].component, "progress");
+        health.set_parked(3);
+        assert_eq!(health.problems(), [], "they wait for their retry");
     }
 
     #[test]

@@ -83,6 +83,10 @@ declare_metrics! {
         "Messages not acknowledged yet that were delivered more than once, as the server reports it.";
     consumer_num_waiting: Gauge = "order_processor_consumer_num_waiting",
         "Pull requests that wait at the server.";
+    consumer_max_ack_pending: Gauge = "order_processor_consumer_max_ack_pending",
+        "Messages that may be delivered and not acknowledged at a time, as the consumer is configured; 0 for no limit.";
+    consumer_paused: Gauge = "order_processor_consumer_paused",
+        "1 while the server has paused the consumer and delivers nothing.";
     stream_first_seq: Gauge = "order_processor_stream_first_seq",
         "Sequence of the first message that the stream still holds.";
     stream_last_seq: Gauge = "order_processor_stream_last_seq",
@@ -93,6 +97,8 @@ declare_metrics! {
         "Highest stream sequence whose outcome this process has committed.";
     held_deliveries: Gauge = "order_processor_held_deliveries",
         "Deliveries received and not acknowledged yet by this process.";
+    parked_messages: Gauge = "order_processor_parked_messages",
+        "Messages that failed and wait for their retry, handed back by this process.";
     oldest_pending_seconds: Gauge = "order_processor_oldest_pending_seconds",
         "Age of the oldest message that the ack floor has not passed; 0 when there is none.";
     dead_letters: Gauge = "order_processor_dead_letters",
@@ -376,11 +382,14 @@ mod tests {
         "consumer_num_ack_pending",
         "consumer_num_redelivered",
         "consumer_num_waiting",
+        "consumer_max_ack_pending",
+        "consumer_paused",
         "stream_first_seq",
         "stream_last_seq",
         "consumer_info_timestamp_seconds",
         "committed_stream_seq",
         "held_deliveries",
+        "parked_messages",
         "oldest_pending_seconds",
         "dead_letters",
         "processed_ids",

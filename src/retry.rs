@@ -6,6 +6,9 @@ use crate::config;
 use crate::handler::Failure;
 use crate::outcome::Reason;
 
+/// A retry waits no longer when parked messages have taken all that the consumer lets be delivered.
+const CROWDED_DELAY: Duration = Duration::from_secs(1);
+
 /// `retry.*` of the settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RetryPolicy {
@@ -47,6 +50,20 @@ impl RetryPolicy {
         self.min_delay.saturating_mul(1 << doublings).min(self.max_delay)
     }
 
+    /// The delay that is left of `delay` when this is the `parked`th of the messages that wait for their retry, and the
+    /// consumer lets so many messages be delivered at a time.
+    ///
+    /// Each of them takes a place of those, and when all places are taken the server delivers nothing new. From half of them
+    /// on delays become shorter, down to [`CROWDED_DELAY`] for the last: its attempts are soon used up, and the place comes free.
+    pub fn crowded(delay: Duration, parked: usize, places: usize) -> Duration {
+        let half = places / 2;
+        if parked <= half || delay <= CROWDED_DELAY {
+            return delay;
+        }
+        let left = places.saturating_sub(parked) as f64 / (places - half) as f64;
+        CROWDED_DELAY.mul_f64(delay.div_duration_f64(CROWDED_DELAY).powf(left))
+    }
+
     /// A fifth less or more, so that messages that failed together do not come back together. `random` is in 0..1.
     pub fn jitter(delay: Duration, random: f64) -> Duration {
         delay.mul_f64(0.8 + 0.4 * random)
@@ -71,6 +88,16 @@ mod tests {
         let delays: Vec<u64> = (1..=4).map(|failed| POLICY.delay(failed).as_secs()).collect();
         assert_eq!(delays, [1, 2, 4, 5]);
         assert_eq!(POLICY.delay(u32::MAX), POLICY.max_delay);
+    }
+
+    #[test]
+    fn delays_become_shorter_when_parked_messages_take_more_than_half_of_the_places() {
+        let long = Duration::from_secs(100);
+        let delay = |parked| RetryPolicy::crowded(long, parked, 10).as_secs();
+        assert_eq!([1, 5, 6, 8, 10, 11].map(delay), [100, 100, 39, 6, 1, 1]);
+        assert_eq!(RetryPolicy::crowded(long, 1, 1), CROWDED_DELAY);
+        let short = Duration::from_millis(100);
+        assert_eq!(RetryPolicy::crowded(short, 10, 10), short, "never longer");
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub struct Telemetry {
     pub metrics: Arc<Metrics>,
     pub health: Arc<Health>,
     was_connected: AtomicBool,
+    pulls_denied: AtomicBool,
     connection: Mutex<Reminder>,
     processed_ids: AtomicU64,
     dead_letters: AtomicU64,
@@ -32,6 +33,7 @@ impl Telemetry {
             metrics: Arc::new(Metrics::new()),
             health: Arc::new(Health::new()),
             was_connected: AtomicBool::new(false),
+            pulls_denied: AtomicBool::new(false),
             connection: Mutex::default(),
             processed_ids: AtomicU64::new(0),
             dead_letters: AtomicU64::new(0),
@@ -57,9 +59,27 @@ impl Telemetry {
         self.health.set_connected(connected);
     }
 
+    /// The server does not let us ask for messages.
+    pub fn pulls_denied(&self, cause: String) {
+        self.pulls_denied.store(true, Ordering::Relaxed);
+        self.health.set_pulls(Err(cause));
+    }
+
+    /// The server has answered a pull.
+    pub fn pulls_work(&self) {
+        if self.pulls_denied.swap(false, Ordering::Relaxed) {
+            self.health.set_pulls(Ok(()));
+        }
+    }
+
     /// A fresh look at stream and consumer.
     pub fn consumer_seen(&self, view: &ConsumerView) {
         self.health.set_consumer(view.clone());
+    }
+
+    /// How many messages wait for their retry.
+    pub fn parked(&self, parked: usize) {
+        self.health.set_parked(parked);
     }
 
     /// How many deliveries are in hand.

@@ -36,6 +36,8 @@ const DATABASE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// How often stream and consumer are looked at while running, and while waiting for the end of the work.
 const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
+/// A parked message that has not come back this long after it could have is with another worker.
+const PARKED_GRACE: Duration = Duration::from_secs(10);
 const PRUNE_EVERY: Duration = Duration::from_secs(60);
 /// Ids dropped in one transaction: a few milliseconds.
 const PRUNE_STEP: u32 = 500;
@@ -94,6 +96,10 @@ pub struct Worker {
     hurry: CancellationToken,
     view: Option<ConsumerView>,
     given_up: GivenUp,
+    /// Messages that were handed back for a retry, by stream sequence, and when it is due.
+    parked: HashMap<u64, Instant>,
+    full: Reminder,
+    waiting_for_pause: Reminder,
     prune_due: Instant,
     until: Until,
 }
@@ -169,6 +175,9 @@ impl Worker {
             hurry: CancellationToken::new(),
             view: None,
             given_up: GivenUp::default(),
+            parked: HashMap::new(),
+            full: Reminder::default(),
+            waiting_for_pause: Reminder::default(),
             prune_due: Instant::now(),
             until,
             config,
@@ -200,7 +209,7 @@ impl Worker {
                     Event::Seen { view, edited } => {
                         if let Some(limits) = edited {
                             tick = ticks(limits.ack_wait);
-                            self.limits = Some(limits);
+                            self.adopt(limits);
                         }
                         self.seen(view);
                     }
@@ -296,6 +305,7 @@ impl Worker {
                 undecided.push(delivery);
                 continue;
             };
+            let outcome = self.park(&delivery, outcome);
             report(&delivery, &outcome);
             let position = delivery.raw.position;
             if self.held.get(&position.stream_seq).is_some_and(|held| held.published_ns == position.published_ns)
@@ -306,14 +316,58 @@ impl Worker {
         }
         self.waiting.put_back(undecided);
         self.telemetry.held(self.held.len());
+        self.telemetry.parked(self.parked.len());
         // While draining this may be the last word.
         self.acknowledge(&acknowledgements, self.hurry.is_cancelled()).await;
     }
 
+    /// Remembers a message that is handed back for a retry, and lets it wait no longer than the flow of others allows.
+    fn park(&mut self, delivery: &Delivery, outcome: Outcome) -> Outcome {
+        match outcome {
+            Outcome::Retry { delay, error } => {
+                let places = self.limits.as_ref().and_then(|limits| limits.max_ack_pending).unwrap_or(usize::MAX);
+                let delay = RetryPolicy::crowded(delay, self.parked.len() + 1, places);
+                self.parked.insert(delivery.raw.position.stream_seq, Instant::now() + delay);
+                Outcome::Retry { delay, error }
+            }
+            decided @ (Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. }) => decided,
+        }
+    }
+
+    /// Looks after the messages that wait for their retry: some may be gone from the stream, or with another worker by now, and
+    /// together they may take all places.
+    fn look_after_parked(&mut self, view: &ConsumerView) {
+        let now = Instant::now();
+        let before = self.parked.len();
+        self.parked.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);
+        let gone = (before - self.parked.len()) as u64;
+        if gone > 0 {
+            self.telemetry.metrics.messages_expired.increment(gone);
+            tracing::error!(
+                gone,
+                first = view.stream_first_seq,
+                "messages that waited for their retry are gone from the stream"
+            );
+        }
+        let overdue = self.limits.as_ref().map_or(PARKED_GRACE, |limits| limits.ack_wait + PARKED_GRACE);
+        self.parked.retain(|_, due| now.saturating_duration_since(*due) < overdue);
+        let (parked, out) = (self.parked.len(), view.num_ack_pending);
+        if view.is_full() && parked as u64 > out / 2 && self.full.is_due("full") {
+            tracing::warn!(
+                "max_ack_pending is used up: of {out} deliveries {parked} wait for their retry, new orders wait for them, and retries come \
+                 sooner than they should; raise it with `nats consumer edit --max-pending`, or mend what makes orders fail"
+            );
+        }
+        if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
+            tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
+        }
+        self.telemetry.parked(parked);
+    }
+
     /// Tells the server, and if asked waits until it has the last one, and with it all. What does not get through is delivered
-    /// again and is then a duplicate.
-    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)], with_receipt: bool) {
-        let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return };
+    /// again and is then a duplicate. Whether all were sent.
+    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)], with_receipt: bool) -> bool {
+        let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return true };
         let sending = async {
             for (reply, acknowledgement) in others {
                 self.consumer.acknowledge(reply, *acknowledgement).await?;
@@ -325,10 +379,11 @@ impl Worker {
             }
         };
         match tokio::time::timeout(ACKNOWLEDGE_BUDGET, sending).await {
-            Ok(Ok(())) => {}
+            Ok(Ok(())) => return true,
             Ok(Err(error)) => tracing::debug!(%error, "not acknowledged, the server will deliver again"),
             Err(_) => tracing::debug!("acknowledging took too long, the server will deliver again"),
         }
+        false
     }
 
     /// Takes deliveries in. One of a message that we hold already only renews the claim on it: it must not run twice.
@@ -337,6 +392,7 @@ impl Worker {
         for (raw, reply) in arrivals {
             let position = raw.position;
             self.count(position);
+            self.parked.remove(&position.stream_seq);
             let held = Held { reply, published_ns: position.published_ns, touched: now };
             match self.held.insert(position.stream_seq, held) {
                 Some(before) if before.published_ns == position.published_ns => {}
@@ -360,6 +416,7 @@ impl Worker {
             // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
             // alone and would hit a message of the new stream: nobody is told.
             self.held.clear();
+            self.parked.clear();
             self.view = None;
             for (raw, reply) in former {
                 if raw.position.published_ns < stream_created_ns {
@@ -371,8 +428,15 @@ impl Worker {
             }
         }
         self.scheme.stream_created_ns = stream_created_ns;
-        self.limits = Some(limits);
+        self.adopt(limits);
         self.receive(current);
+    }
+
+    fn adopt(&mut self, limits: Limits) {
+        // The last delivery of a message that nobody answers, or the longest retry that another process may have asked for.
+        let longest = (limits.ack_wait * 2).max(self.config.retry.max_delay.mul_f64(1.25));
+        self.telemetry.health.set_redelivery(longest);
+        self.limits = Some(limits);
     }
 
     /// Takes in messages that the server delivers no more: they go to the dead letters unless they were processed.
@@ -401,7 +465,9 @@ impl Worker {
             // The stream lost its tail. What we hold of that is still applied, but an acknowledgement would hit the message that
             // has its sequence now.
             self.held.retain(|stream_seq, _| *stream_seq <= last_seq);
+            self.parked.retain(|stream_seq, _| *stream_seq <= last_seq);
         }
+        self.look_after_parked(&view);
         let evidence = Survey::evidence(&view);
         self.given_up.looked_into = self.given_up.looked_into.min(evidence);
         let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
@@ -461,14 +527,15 @@ impl Worker {
         let Some(limits) = &self.limits else { return };
         let now = Instant::now();
         let half = limits.ack_wait / 2;
-        let due: Vec<(Reply, Acknowledgement)> = (self.held.values_mut())
-            .filter(|held| now.duration_since(held.touched) >= half)
-            .map(|held| {
-                held.touched = now;
-                (held.reply.clone(), Acknowledgement::InProgress)
-            })
+        let is_due = |held: &Held| now.duration_since(held.touched) >= half;
+        let due: Vec<(Reply, Acknowledgement)> = (self.held.values())
+            .filter(|held| is_due(held))
+            .map(|held| (held.reply.clone(), Acknowledgement::InProgress))
             .collect();
-        self.acknowledge(&due, false).await;
+        // What did not get out is tried again at the next tick.
+        if self.acknowledge(&due, false).await {
+            self.held.values_mut().filter(|held| is_due(held)).for_each(|held| held.touched = now);
+        }
     }
 
     /// What may be asked of the server: nothing while the database does not take it.

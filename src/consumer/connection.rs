@@ -197,15 +197,19 @@ fn note(telemetry: &Telemetry, event: &Event) {
             }
         }
         Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) => {
-            // One line for each kind of subject: the subject of an acknowledgement is another one for each delivery.
-            let kind: String = text.split_inclusive('.').take(2).collect();
-            if telemetry.is_news(&kind) {
+            let subject = text.to_ascii_uppercase();
+            let is_ack = subject.contains("$JS.ACK");
+            // The subject of an acknowledgement is another one for each delivery.
+            let kind = if is_ack { "$JS.ACK" } else { text };
+            if telemetry.is_news(kind) {
                 tracing::error!(error = %text, "the server denies us a subject");
             }
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
             // Of the others we can do without some; those that we cannot do without show by themselves.
-            if text.to_ascii_uppercase().contains("$JS.ACK") {
+            if is_ack {
                 telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
+            } else if subject.contains("$JS.API.CONSUMER.MSG.NEXT") {
+                telemetry.pulls_denied(format!("the server denies us a subject: {text}"));
             }
         }
         Event::ServerError(error) => {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::AckKind;
 use async_nats::jetstream::consumer::{self, DeliverPolicy, PullConsumer};
@@ -11,6 +11,7 @@ use async_nats::jetstream::stream;
 use futures_util::StreamExt;
 use sqlx::{Connection, Row, SqliteConnection};
 
+use crate::handlers::{Bench, Clerk};
 use crate::support::nats::{CONSUMER, STREAM, consumer_config, headers, stream_config};
 use crate::support::{Broker, Daemon, DaemonSpec, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually};
 
@@ -591,4 +592,87 @@ async fn a_server_restored_while_no_worker_ran_gives_old_sequences_to_new_orders
 async fn a_stream_that_lost_its_tail_below_the_consumers_floor_gives_old_sequences_to_new_orders_and_all_are_applied() {
     restored("jetstream/$G/streams/ORDERS/msgs", true).await;
     restored("jetstream/$G/streams/ORDERS/msgs", false).await;
+}
+
+/// What `nats consumer pause` does.
+async fn pause(broker: &Broker, lasting: Duration) {
+    let until = humantime::format_rfc3339_millis(SystemTime::now() + lasting);
+    let request = format!(r#"{{"pause_until":"{until}"}}"#);
+    let answer = broker.client.request("$JS.API.CONSUMER.PAUSE.ORDERS.order-processor", request.into()).await.unwrap();
+    let answer: serde_json::Value = serde_json::from_slice(&answer.payload).unwrap();
+    assert_eq!(answer["paused"], true, "{answer}");
+}
+
+#[tokio::test]
+async fn a_paused_consumer_is_shown_and_said_once_and_the_work_goes_on_when_the_pause_ends() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    pause(&broker, Duration::from_secs(6)).await;
+    worker.metric("consumer_paused", 1.0).await;
+    broker.publish_numbered(1..=5).await;
+    worker.metric("consumer_num_pending", 5.0).await;
+    assert_eq!(worker.get("/readyz").await.0, 200, "a pause is no fault of the worker");
+    let status: serde_json::Value = serde_json::from_str(&worker.get("/status").await.1).unwrap();
+    assert_eq!(status["consumer"]["paused"], true);
+    assert_eq!(spec.db().count("orders").await, 0);
+
+    broker.acknowledged(5).await;
+    worker.metric("consumer_paused", 0.0).await;
+    worker.logged(&["INFO", "not paused any more"]).await;
+    assert_eq!(lines(&worker, &["WARN", "has paused the consumer"]), 1);
+    spec.db().applied_once(5).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn until_idle_waits_for_the_end_of_a_pause_and_says_so() {
+    let (server, broker) = Broker::story().await;
+    broker.publish_numbered(1..=5).await;
+    pause(&broker, Duration::from_secs(3)).await;
+    let spec = DaemonSpec::new(server.url());
+    let finished = spec.run_ok(&["run", "--until-idle"]).await;
+    assert!(finished.stderr.contains("waiting for the end of the consumer's pause"), "{finished:?}");
+    spec.db().applied_once(5).await;
+}
+
+#[tokio::test]
+async fn long_retries_that_take_all_of_max_ack_pending_do_not_stop_the_flow() {
+    let four = consumer::pull::Config { max_ack_pending: 4, ..consumer_config() };
+    let hours = [("retry.min_delay", "1h"), ("retry.max_delay", "1h"), ("retry.max_attempts", "3")];
+    let bench = Bench::new(four, &hours).await;
+    let clerk = Clerk::new();
+    let worker = bench.start(&clerk).await;
+    worker.ready().await;
+    for number in 1..=6 {
+        bench.broker.publish(format!("retry {number}")).await;
+    }
+    for number in 7..=26 {
+        bench.broker.publish(format!("plain {number}")).await;
+    }
+    // Some of the failing ones wait for their hour; those that would take the last place use up their attempts at once.
+    eventually("all the others are applied", PATIENCE, async || equal(bench.effects().await.len(), 20)).await;
+    let parked = worker.telemetry.health.status().parked;
+    assert!(parked > 0, "there are retries that wait");
+    let dead = bench.spec.db().texts("SELECT DISTINCT reason FROM dead_letters").await;
+    assert_eq!(dead, ["attempts_exhausted"]);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_may_not_ask_for_messages_is_not_ready_and_says_why_at_once() {
+    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
+                  publish: {allow: [\"$JS.API.STREAM.INFO.>\", \"$JS.API.CONSUMER.INFO.>\", \"$JS.ACK.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  \
+                  ]\n}\nno_auth_user: worker";
+    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
+    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+    let broker = Broker::connect_with(&server, options).await;
+    broker.create(stream_config(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.not_ready("MSG.NEXT.ORDERS.order-processor").await;
+    let (_, body) = worker.get("/readyz").await;
+    assert!(body.contains("pulls: the server denies us a subject"), "{body}");
+    worker.drain().await;
 }

@@ -527,7 +527,7 @@ async fn the_handler_gets_a_batch_in_stream_order_and_no_id_twice() {
 }
 
 /// Writes each order into its own table `effects`, then does what the first word of the payload says: see [`Clerk::act`].
-struct Clerk {
+pub struct Clerk {
     /// What fails until mended does not fail any more.
     mended: AtomicBool,
     /// Each order that begins with `plug` takes a permit.
@@ -564,7 +564,7 @@ impl Handler for Clerk {
 }
 
 impl Clerk {
-    fn new() -> Arc<Self> {
+    pub fn new() -> Arc<Self> {
         Arc::new(Self { mended: AtomicBool::new(false), gate: Semaphore::new(0), runs: Mutex::default() })
     }
 
@@ -584,12 +584,12 @@ impl Clerk {
         Ok(())
     }
 
-    fn mend(&self) {
+    pub fn mend(&self) {
         self.mended.store(true, Ordering::SeqCst);
     }
 
     /// Lets this many plugs pass, now or when they come.
-    fn let_pass(&self, plugs: usize) {
+    pub fn let_pass(&self, plugs: usize) {
         self.gate.add_permits(plugs);
     }
 
@@ -607,7 +607,7 @@ impl Clerk {
     }
 
     /// Waits until this many runs have begun.
-    async fn began(&self, runs: usize) {
+    pub async fn began(&self, runs: usize) {
         eventually(&format!("{runs} runs have begun"), PATIENCE, async || at_least(self.runs().len(), runs)).await;
     }
 }
@@ -643,14 +643,14 @@ fn short_ack_wait() -> consumer::pull::Config {
 }
 
 /// A server with stream and consumer, and the place of one daemon.
-struct Bench {
-    broker: Broker,
-    spec: DaemonSpec,
+pub struct Bench {
+    pub broker: Broker,
+    pub spec: DaemonSpec,
     _server: NatsServer,
 }
 
 impl Bench {
-    async fn new(consumer: consumer::pull::Config, settings: &[(&str, &str)]) -> Self {
+    pub async fn new(consumer: consumer::pull::Config, settings: &[(&str, &str)]) -> Self {
         let server = NatsServer::start().await;
         let broker = Broker::connect(&server).await;
         // The least that the server allows: the tests want repetitions to reach the worker.
@@ -662,7 +662,7 @@ impl Bench {
     }
 
     /// Starts a worker in this process.
-    async fn start(&self, clerk: &Arc<Clerk>) -> Running {
+    pub async fn start(&self, clerk: &Arc<Clerk>) -> Running {
         let config = Config::load(None, environment(&self.spec)).expect("the settings are right").config;
         let store = Store::open(&config.database.path).await.expect("the database can be opened");
         make_effects(&mut self.spec.db().open_to_write().await).await;
@@ -706,12 +706,12 @@ impl Bench {
     }
 
     /// The payloads with an effect.
-    async fn effects(&self) -> Vec<String> {
+    pub async fn effects(&self) -> Vec<String> {
         self.spec.db().texts("SELECT payload FROM effects ORDER BY payload").await
     }
 
     /// As many effects as ids, and none twice.
-    async fn applied_once(&self, orders: i64) {
+    pub async fn applied_once(&self, orders: i64) {
         let db = self.spec.db();
         assert_eq!(db.count("effects").await, orders, "effects: {:?}", self.effects().await);
         assert_eq!(db.scalar("SELECT count(DISTINCT id) FROM effects").await, orders, "different ids in effects");
@@ -739,14 +739,14 @@ impl Bench {
 }
 
 /// A worker in this process. It goes with the test's runtime.
-struct Running {
+pub struct Running {
     stop: CancellationToken,
     task: JoinHandle<Result<Ended, WorkerError>>,
-    telemetry: Arc<Telemetry>,
+    pub telemetry: Arc<Telemetry>,
 }
 
 impl Running {
-    async fn ready(&self) {
+    pub async fn ready(&self) {
         eventually("the worker is ready", PATIENCE, async || equal(self.telemetry.health.problems(), vec![])).await;
     }
 
@@ -769,7 +769,7 @@ impl Running {
     }
 
     /// Waits until a counter has got this far.
-    async fn metric(&self, name: &str, value: f64) {
+    pub async fn metric(&self, name: &str, value: f64) {
         let prefix = format!("order_processor_{name} ");
         eventually(&format!("{name} >= {value}"), PATIENCE, async || {
             let text = self.telemetry.metrics.render();
@@ -780,7 +780,7 @@ impl Running {
     }
 
     /// Stops it, and asserts the clean end that must follow.
-    async fn drain(self) {
+    pub async fn drain(self) {
         self.stop.cancel();
         let ended = tokio::time::timeout(PATIENCE, self.task).await.expect("the drain ends");
         ended.expect("the worker does not panic").expect("the worker drains");

@@ -8,7 +8,7 @@ use crate::support::nats::{consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 /// Name and type of every metric of our own.
-const METRICS: [(&str, &str); 40] = [
+const METRICS: [(&str, &str); 43] = [
     ("deliveries_total", "counter"),
     ("redeliveries_total", "counter"),
     ("outcomes_total", "counter"),
@@ -29,11 +29,14 @@ const METRICS: [(&str, &str); 40] = [
     ("consumer_num_ack_pending", "gauge"),
     ("consumer_num_redelivered", "gauge"),
     ("consumer_num_waiting", "gauge"),
+    ("consumer_max_ack_pending", "gauge"),
+    ("consumer_paused", "gauge"),
     ("stream_first_seq", "gauge"),
     ("stream_last_seq", "gauge"),
     ("consumer_info_timestamp_seconds", "gauge"),
     ("committed_stream_seq", "gauge"),
     ("held_deliveries", "gauge"),
+    ("parked_messages", "gauge"),
     ("oldest_pending_seconds", "gauge"),
     ("dead_letters", "gauge"),
     ("processed_ids", "gauge"),
