@@ -177,7 +177,14 @@ async fn dispatch(
             }
             Err(error) => fail(FAILED, &chain(&error)),
         },
-        Command::Status(args) => answer(status::run(&settings, args, &mut out).await),
+        Command::Status(args) => {
+            if args.takes_the_screen()
+                && let Err(error) = reload.set_level("off")
+            {
+                return fail(FAILED, &chain(&error));
+            }
+            answer(status::run(&settings, args, &mut out).await)
+        }
         Command::Audit(args) => match audit::run(settings, Arc::new(handler), args, &mut out).await {
             Ok(all_there) => answer(Ok(all_there)),
             Err(AuditError::Output(error)) => answer(Err(error)),

@@ -114,8 +114,8 @@ impl Health {
     }
 
     /// A commit of `messages` outcomes, of which the highest stream sequence is `stream_seq`, is durable.
-    pub fn committed(&self, stream_seq: u64, messages: u64) {
-        self.update(|state| state.commit(stream_seq, messages));
+    pub fn committed(&self, stream_seq: u64, messages: u64, took: Duration) {
+        self.update(|state| state.commit(stream_seq, messages, took));
     }
 
     /// Rows in `processed_ids` and `dead_letters`.
@@ -157,6 +157,8 @@ impl Health {
             committed_stream_seq: state.committed_stream_seq,
             committed_messages: state.committed_messages,
             last_commit_at: state.last_commit_at,
+            last_batch_messages: state.last_batch_messages,
+            last_batch_seconds: state.last_batch_took,
             processed_ids: state.counts.map(|(processed_ids, _)| processed_ids),
             dead_letters: state.counts.map(|(_, dead_letters)| dead_letters),
             consumer: state.consumer.clone(),
@@ -317,6 +319,10 @@ pub struct Status {
     pub committed_messages: u64,
     #[serde(serialize_with = "serialize_optional_time")]
     pub last_commit_at: Option<SystemTime>,
+    pub last_batch_messages: u64,
+    /// How long the last batch took, from claim to commit.
+    #[serde(serialize_with = "serialize_seconds")]
+    pub last_batch_seconds: Duration,
     pub processed_ids: Option<u64>,
     pub dead_letters: Option<u64>,
     pub consumer: Option<ConsumerView>,
@@ -336,6 +342,8 @@ struct State {
     committed_stream_seq: u64,
     committed_messages: u64,
     last_commit_at: Option<SystemTime>,
+    last_batch_messages: u64,
+    last_batch_took: Duration,
     counts: Option<(u64, u64)>,
     stall: StallClock,
     away: StallClock,
@@ -358,6 +366,8 @@ impl State {
             committed_stream_seq: 0,
             committed_messages: 0,
             last_commit_at: None,
+            last_batch_messages: 0,
+            last_batch_took: Duration::ZERO,
             counts: None,
             stall: StallClock { working_since: None, hindered_since: Some(now) },
             away: StallClock { working_since: None, hindered_since: Some(now) },
@@ -409,7 +419,9 @@ impl State {
         problems
     }
 
-    fn commit(&mut self, stream_seq: u64, messages: u64) {
+    fn commit(&mut self, stream_seq: u64, messages: u64, took: Duration) {
+        self.last_batch_messages = messages;
+        self.last_batch_took = took;
         self.committed_stream_seq = self.committed_stream_seq.max(stream_seq);
         self.committed_messages += messages;
         self.last_commit_at = Some(SystemTime::now());
@@ -484,6 +496,10 @@ fn unix_seconds(at: SystemTime) -> f64 {
 
 fn serialize_time<S: Serializer>(at: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_str(&humantime::format_rfc3339_millis(*at))
+}
+
+fn serialize_seconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(duration.as_secs_f64())
 }
 
 fn serialize_optional_time<S: Serializer>(at: &Option<SystemTime>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -633,12 +649,12 @@ mod tests {
         let (health, hand) = running();
         health.set_consumer(view(500));
         hand.advance(50);
-        health.committed(20, 10);
+        health.committed(20, 10, Duration::from_millis(7));
         hand.advance(50);
         assert_eq!(health.problems(), []);
         hand.advance(11);
         assert_eq!(components(&health), ["progress"]);
-        health.committed(30, 10);
+        health.committed(30, 10, Duration::from_millis(7));
         assert_eq!(health.problems(), []);
     }
 
@@ -758,14 +774,15 @@ mod tests {
         let (health, hand) = running();
         hand.advance(7);
         health.set_consumer(view(0));
-        health.committed(12, 2);
-        health.committed(11, 1);
+        health.committed(12, 2, Duration::from_millis(7));
+        health.committed(11, 1, Duration::from_millis(7));
         health.set_counts(40, 2);
         let status = serde_json::to_value(health.status()).unwrap();
         assert_eq!(status["ready"], true);
         assert_eq!(status["uptime_seconds"], 7);
         assert_eq!(status["committed_stream_seq"], 12);
         assert_eq!(status["committed_messages"], 3);
+        assert_eq!((&status["last_batch_messages"], &status["last_batch_seconds"]), (&1.into(), &0.007.into()));
         assert_eq!((&status["processed_ids"], &status["dead_letters"]), (&40.into(), &2.into()));
         assert_eq!(status["consumer"]["ack_floor_stream_seq"], 10);
         assert_eq!(status["consumer"]["taken_at"], "1970-01-01T00:00:00.000Z");
@@ -777,7 +794,7 @@ mod tests {
         let (health, _hand) = running();
         let metrics = Metrics::new();
         health.set_consumer(view(5));
-        health.committed(12, 2);
+        health.committed(12, 2, Duration::from_millis(7));
         health.set_counts(40, 2);
         health.record(&metrics);
         let text = metrics.render();

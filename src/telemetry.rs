@@ -138,7 +138,7 @@ impl Telemetry {
         self.metrics.commit_duration_seconds.record(took.as_secs_f64());
         self.metrics.commit_batch_messages.record(messages as f64);
         self.count(applied, dead, 0);
-        self.health.committed(last_seq, messages);
+        self.health.committed(last_seq, messages, took);
     }
 
     fn count(&self, applied: u64, dead: u64, pruned: u64) {

@@ -16,44 +16,65 @@ use tokio::time::timeout;
 /// For connection, request and answer together.
 const LIMIT: Duration = Duration::from_secs(3);
 
+const READYZ: &str = "/readyz";
+
 /// The answer is a few lines; more comes from something else that listens there.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
 /// Ends well only if the daemon that listens on `listen` is ready.
 pub async fn run(listen: SocketAddr) -> Result<(), HealthcheckError> {
     let address = reachable(listen);
-    timeout(LIMIT, ask(address)).await.unwrap_or(Err(HealthcheckError::Timeout { address }))
+    timeout(LIMIT, ask(address)).await.unwrap_or(Err(HealthcheckError::Timeout { address, path: READYZ }))
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum HealthcheckError {
-    #[error("no answer from http://{address}/readyz within {} s", LIMIT.as_secs())]
-    Timeout { address: SocketAddr },
+    #[error("no answer from http://{address}{path} within {} s", LIMIT.as_secs())]
+    Timeout { address: SocketAddr, path: &'static str },
     #[error("cannot connect to {address}")]
     Connect { address: SocketAddr, source: io::Error },
-    #[error("asking http://{address}/readyz failed")]
-    Request { address: SocketAddr, source: hyper::Error },
+    #[error("asking http://{address}{path} failed")]
+    Request { address: SocketAddr, path: &'static str, source: hyper::Error },
     #[error("not ready: {problems}")]
     NotReady { problems: String },
-    #[error("http://{address}/readyz answers {status}, which is not what order-processor says")]
-    Stranger { address: SocketAddr, status: StatusCode },
+    #[error("http://{address}{path} answers {status}, which is not what order-processor says")]
+    Stranger { address: SocketAddr, path: &'static str, status: StatusCode },
+}
+
+/// What the daemon that listens on `listen` says of itself.
+///
+/// # Errors
+/// [`HealthcheckError::Connect`] if there is none.
+pub(super) async fn status(listen: SocketAddr) -> Result<String, HealthcheckError> {
+    let address = reachable(listen);
+    let (status, body) = timeout(LIMIT, get(address, "/status"))
+        .await
+        .unwrap_or(Err(HealthcheckError::Timeout { address, path: "/status" }))?;
+    if status == StatusCode::OK {
+        Ok(body)
+    } else {
+        Err(HealthcheckError::Stranger { address, path: "/status", status })
+    }
 }
 
 async fn ask(address: SocketAddr) -> Result<(), HealthcheckError> {
-    let stream = TcpStream::connect(address).await.map_err(|source| HealthcheckError::Connect { address, source })?;
-    let answer = request(stream, address).await.map_err(|source| HealthcheckError::Request { address, source })?;
-    match answer {
+    match get(address, READYZ).await? {
         (StatusCode::OK, _) => Ok(()),
         (StatusCode::SERVICE_UNAVAILABLE, body) => {
             Err(HealthcheckError::NotReady { problems: body.trim_end().replace('\n', "; ") })
         }
-        (status, _) => Err(HealthcheckError::Stranger { address, status }),
+        (status, _) => Err(HealthcheckError::Stranger { address, path: READYZ, status }),
     }
 }
 
-async fn request(stream: TcpStream, address: SocketAddr) -> Result<(StatusCode, String), hyper::Error> {
+async fn get(address: SocketAddr, path: &'static str) -> Result<(StatusCode, String), HealthcheckError> {
+    let stream = TcpStream::connect(address).await.map_err(|source| HealthcheckError::Connect { address, source })?;
+    request(stream, address, path).await.map_err(|source| HealthcheckError::Request { address, path, source })
+}
+
+async fn request(stream: TcpStream, address: SocketAddr, path: &str) -> Result<(StatusCode, String), hyper::Error> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    let request = Request::get("/readyz")
+    let request = Request::get(path)
         .header(HOST, address.to_string())
         .body(Empty::<Bytes>::new())
         .expect("the parts are constant, and an address is a valid header value");

@@ -1,31 +1,48 @@
 //! `status`: where the work stands, asked from the server and the database themselves. The daemon need not run.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
+use std::net::SocketAddr;
 use std::time::Duration;
 
+use async_nats::Client;
+use async_nats::connection::State as ConnectionState;
 use clap::Args;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
+use super::healthcheck::{self, HealthcheckError};
 use crate::config::Config;
 use crate::consumer::{self, Found, connection};
 use crate::errors::chain;
 use crate::pause::{self, Pause};
 use crate::store::sqlite;
 
-const WATCH_EVERY: Duration = Duration::from_secs(1);
+mod screen;
+
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Args)]
 pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Print a line every second until Ctrl-C
+    /// Show it again and again: on a terminal as a view of its own, elsewhere a line each time
     #[arg(long)]
     watch: bool,
+    /// How often to look, with --watch
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = humantime::parse_duration)]
+    interval: Duration,
+}
+
+impl StatusArgs {
+    /// Whether the terminal is ours alone, so that nobody else may write to it.
+    pub fn takes_the_screen(&self) -> bool {
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+        self.watch && !self.json && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal()
+    }
 }
 
 /// Everything that could be learnt, and what could not.
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub struct Status {
     consumer: String,
     ack_floor: Option<Sequences>,
@@ -40,6 +57,8 @@ pub struct Status {
     dead_letters: Option<u64>,
     /// The pause that an operator began; `paused` is what the server says of the consumer.
     pause: Option<Pause>,
+    /// `None` if it does not run.
+    daemon: Option<Daemon>,
     problems: Vec<String>,
 }
 
@@ -49,7 +68,7 @@ struct Sequences {
     consumer_seq: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 struct StreamStatus {
     name: String,
     first_seq: Option<u64>,
@@ -60,8 +79,13 @@ struct StreamStatus {
 
 /// Prints the status once or again and again. `false` if something could not be learnt.
 pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io::Result<bool> {
+    let interval = args.interval.max(INTERVAL_MIN);
+    let mut source = Source { config, client: None };
+    if args.takes_the_screen() {
+        return screen::run(source, interval).await.map(|()| true);
+    }
     loop {
-        let status = learn(config).await;
+        let status = source.learn().await;
         match (args.json, args.watch) {
             (true, _) => writeln!(out, "{}", serde_json::to_string(&status)?)?,
             (false, true) => writeln!(out, "{}", status.line())?,
@@ -70,38 +94,114 @@ pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io:
         if !args.watch {
             return Ok(status.problems.is_empty());
         }
-        tokio::time::sleep(WATCH_EVERY).await;
+        tokio::time::sleep(interval).await;
     }
 }
 
-async fn learn(config: &Config) -> Status {
-    let mut problems = Vec::new();
-    let found = match connection::connect(&config.nats, None).await {
-        Ok(client) => consumer::look(&client, &config.consumer.stream, &config.consumer.name)
-            .await
-            .map_err(|error| problems.push(chain(&error)))
-            .ok(),
-        Err(error) => {
-            problems.push(chain(&error));
+/// Where it is learnt: the server, the database, and the daemon if it runs.
+pub struct Source<'a> {
+    config: &'a Config,
+    /// Kept from one look to the next. It reconnects by itself.
+    client: Option<Client>,
+}
+
+impl Source<'_> {
+    pub async fn learn(&mut self) -> Status {
+        let config = self.config;
+        let (found, counts, daemon) =
+            tokio::join!(self.server(), sqlite::counts_of(&config.database.path), daemon(config.http.listen));
+        let mut problems = Vec::new();
+        let found = found.map_err(|problem| problems.push(problem)).ok();
+        let counts = match counts {
+            Ok(counts) => Some(counts),
+            Err(_) if !config.database.path.exists() => {
+                problems.push(format!("no database at {} yet", config.database.path.display()));
+                None
+            }
+            Err(error) => {
+                problems.push(chain(&error));
+                None
+            }
+        };
+        let daemon = daemon.unwrap_or_else(|problem| {
+            problems.push(problem);
             None
-        }
-    };
-    let counts = match sqlite::counts_of(&config.database.path).await {
-        Ok(counts) => Some(counts),
-        Err(_) if !config.database.path.exists() => {
-            problems.push(format!("no database at {} yet", config.database.path.display()));
+        });
+        let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
+            problems.push(format!("cannot look for a pause: {error}"));
             None
+        });
+        Status { pause, daemon, ..Status::new(config, found, counts, problems) }
+    }
+
+    async fn server(&mut self) -> Result<Found, String> {
+        let config = self.config;
+        let client = match &self.client {
+            Some(client) => client,
+            None => {
+                let client = connection::connect(&config.nats, None).await.map_err(|error| chain(&error))?;
+                self.client.insert(client)
+            }
+        };
+        if client.connection_state() != ConnectionState::Connected {
+            return Err(format!("the server at {} does not answer", config.nats.redacted_url()));
         }
-        Err(error) => {
-            problems.push(chain(&error));
-            None
+        let look = consumer::look(client, &config.consumer.stream, &config.consumer.name);
+        look.await.map_err(|error| chain(&error))
+    }
+}
+
+/// What the daemon says of itself; `None` if there is none.
+async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String> {
+    // Port 0 lets the system choose, and only the daemon's log knows which one.
+    if listen.port() == 0 {
+        return Ok(None);
+    }
+    match healthcheck::status(listen).await {
+        Ok(body) => match serde_json::from_str(&body) {
+            Ok(daemon) => Ok(Some(daemon)),
+            Err(error) => Err(format!("what listens on {listen} is no daemon of ours: {error}")),
+        },
+        Err(HealthcheckError::Connect { .. }) => Ok(None),
+        Err(error) => Err(chain(&error)),
+    }
+}
+
+/// A part of what `/status` says, of this version or another.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Daemon {
+    version: String,
+    uptime_seconds: u64,
+    ready: bool,
+    live: bool,
+    draining: bool,
+    problems: Vec<Problem>,
+    held: u64,
+    committed_messages: u64,
+    last_commit_at: Option<String>,
+    last_batch_messages: u64,
+    last_batch_seconds: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Problem {
+    component: String,
+    cause: String,
+}
+
+impl Daemon {
+    /// In one line, with the cause.
+    fn health(&self) -> String {
+        let causes: Vec<String> =
+            self.problems.iter().map(|problem| format!("{}: {}", problem.component, problem.cause)).collect();
+        match (self.draining, self.live, self.ready) {
+            (true, _, _) => format!("draining, {} deliveries held", self.held),
+            (false, false, _) => "wedged: its loop does not turn".to_owned(),
+            (false, true, true) => "ready".to_owned(),
+            (false, true, false) => format!("not ready: {}", causes.join("; ")),
         }
-    };
-    let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
-        problems.push(format!("cannot look for a pause: {error}"));
-        None
-    });
-    Status { pause, ..Status::new(config, found, counts, problems) }
+    }
 }
 
 impl Status {
@@ -131,6 +231,7 @@ impl Status {
             processed_ids: counts.map(|counts| counts.processed_ids),
             dead_letters: counts.map(|counts| counts.dead_letters),
             pause: None,
+            daemon: None,
             problems,
         }
     }
@@ -159,6 +260,17 @@ impl Status {
         if let Some(pause) = &self.pause {
             row("paused", format!("{pause}; `order-processor resume` ends it"))?;
         }
+        match &self.daemon {
+            None => row("daemon", "not running".to_owned())?,
+            Some(daemon) => {
+                let up = humantime::format_duration(Duration::from_secs(daemon.uptime_seconds));
+                row("daemon", format!("{}; version {}, up {up}", daemon.health(), daemon.version))?;
+                if let Some(at) = &daemon.last_commit_at {
+                    let (messages, took_ms) = (daemon.last_batch_messages, daemon.last_batch_seconds * 1e3);
+                    row("last commit", format!("{at}, {messages} messages in {took_ms:.1} ms"))?;
+                }
+            }
+        }
         row("processed", format!("{} ids", show(self.processed_ids)))?;
         row("dead letters", show(self.dead_letters))?;
         for problem in &self.problems {
@@ -178,6 +290,8 @@ impl Status {
             show(self.processed_ids),
             show(self.dead_letters),
         );
+        line.push_str("; daemon ");
+        line.push_str(&self.daemon.as_ref().map_or_else(|| "not running".to_owned(), Daemon::health));
         if let Some(pause) = &self.pause {
             line.push_str(&format!("; paused {pause}"));
         }

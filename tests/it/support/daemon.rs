@@ -272,6 +272,11 @@ impl Daemon {
         String::from_utf8_lossy(&std::fs::read(&self.log_file).expect("the log file exists")).into_owned()
     }
 
+    /// Everything on stdout so far.
+    pub fn printed(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.log_file.with_extension("out")).expect("it exists")).into_owned()
+    }
+
     /// Waits until the log contains all of these on one line.
     pub async fn logged(&self, words: &[&str]) {
         eventually(&format!("a log line with {words:?}"), PATIENCE, async || {
