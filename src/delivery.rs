@@ -306,9 +306,9 @@ mod tests {
             // The separators of an id are in what it is made of.
             stream in select(vec!["A", "A@1", "A:1"]),
             created_ns in prop_oneof![-1..3_i64, Just(i64::MAX)],
-            subject in select(vec!["A.x", "A.x.1", "A.é"]),
-            header in proptest::option::of(select(vec!["", "h", "h 1", "é"])),
-            value in proptest::option::of(select(vec!["", "1", "1 1", "x 1", "\n", "é"])),
+            subject in select(vec!["A.x", "A.x.1"]),
+            header in proptest::option::weighted(0.3, select(vec!["", "h", "h 1", "é"])),
+            value in proptest::option::weighted(0.8, select(vec!["", "1", "1 1", "1.1"])),
             as_number in any::<bool>(),
             seq in prop_oneof![0..3_u64, Just(u64::MAX)],
             published_ns in prop_oneof![0..3_i64, Just(i64::MAX)],
@@ -357,6 +357,9 @@ mod tests {
     const KEYS: &[&str] = &["a", "", "/", "~", "~1", "0", "1", "00", "+1", "-", "é\""];
 
     proptest! {
+        // Cheap ones, and two messages must meet by chance.
+        #![proptest_config(ProptestConfig::with_cases(1024))]
+
         #[test]
         fn two_messages_have_one_id_only_if_it_comes_from_the_same_place(
             (one, one_scheme, one_source) in messages(),
@@ -432,7 +435,7 @@ mod tests {
         #[test]
         fn any_other_text_is_no_position(
             start in select(vec!["$JS.ACK", "$JS.ACK.", "$JS.ACK.s.c", "$JS", ""]),
-            tokens in vec("(|x|-1|[0-9]{1,21})", 0..13),
+            tokens in vec(prop_oneof![1 => "(|x|-1|[0-9]{1,21})", 20 => "[0-9]{1,3}"], 0..13),
         ) {
             let reply = format!("{start}.{}", tokens.join("."));
             let all: Vec<&str> = reply.split('.').collect();

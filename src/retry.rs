@@ -122,15 +122,24 @@ mod tests {
 
     prop_compose! {
         /// What the settings allow.
-        fn policies()(max_attempts in 1..=1000_u32, delays in [1..=86_400_000_u64, 1..=86_400_000]) -> RetryPolicy {
-            let [one, other] = delays.map(Duration::from_millis);
+        fn policies()(
+            max_attempts in 1..=1000_u32,
+            delays in [1..=86_400_000_u64, 1..=86_400_000],
+            shifts in [0..27_u32, 0..27],
+        ) -> RetryPolicy {
+            // As often a few milliseconds as many hours.
+            let shifted = |index: usize| Duration::from_millis((delays[index] >> shifts[index]).max(1));
+            let (one, other) = (shifted(0), shifted(1));
             RetryPolicy { max_attempts, min_delay: one.min(other), max_delay: one.max(other) }
         }
     }
 
     proptest! {
         #[test]
-        fn each_delay_is_twice_the_one_before_it_or_the_longest(policy in policies(), failed in any::<u32>()) {
+        fn each_delay_is_twice_the_one_before_it_or_the_longest(
+            policy in policies(),
+            failed in prop_oneof![0..40_u32, any::<u32>()],
+        ) {
             let delay = policy.delay(failed);
             prop_assert!((policy.min_delay..=policy.max_delay).contains(&delay));
             prop_assert_eq!(policy.delay(1), policy.min_delay);

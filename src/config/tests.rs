@@ -503,7 +503,7 @@ proptest! {
     #[test]
     fn a_password_in_a_url_is_never_printed(
         user in "[a-z]{0,3}",
-        before in "[a-z:@%,/?#. ]{0,3}",
+        before in "(|x@|[a-z:@%,/?#. ]{0,3})",
         after in "[a-z:@%,/?#. ]{0,3}",
         rest in "(@h|@h:1|@h:99999|@|h|@h/x|)",
     ) {

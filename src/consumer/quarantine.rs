@@ -315,6 +315,8 @@ mod tests {
     const PIECES: &[&[u8]] = &[
         b"\r\n",
         b"\r\n",
+        b"X: y\r\n y",
+        b"X: y\r\n\ty\ry",
         b"\n",
         b"\r",
         b"X",
