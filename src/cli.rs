@@ -9,12 +9,15 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::commands::audit::{AuditArgs, AuditError};
 use crate::commands::completions::CompletionsArgs;
+use crate::commands::dead_letters::{DeadLettersCommand, DeadLettersError};
 use crate::commands::pause::PauseArgs;
 use crate::commands::publish::PublishArgs;
 use crate::commands::run::RunError;
 use crate::commands::setup::{SetupArgs, TeardownArgs};
 use crate::commands::status::StatusArgs;
-use crate::commands::{audit, check, completions, config, healthcheck, man, pause, publish, run, setup, status};
+use crate::commands::{
+    audit, check, completions, config, dead_letters, healthcheck, man, pause, publish, run, setup, status,
+};
 use crate::config::{Config, Loaded, LogFormat};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -65,6 +68,9 @@ enum Command {
     /// Look for messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there is one
     #[command(after_help = audit::AFTER_HELP)]
     Audit(AuditArgs),
+    /// Look at dead letters, apply them again, or give them up
+    #[command(subcommand, subcommand_value_name = "COMMAND")]
+    DeadLetters(DeadLettersCommand),
     /// Make the daemon finish what it holds and let go of the database, until `resume`
     Pause(PauseArgs),
     /// End a pause; the daemon goes on within two seconds
@@ -190,6 +196,12 @@ async fn dispatch(
             Err(AuditError::Output(error)) => answer(Err(error)),
             Err(error) => fail(audit_code(&error), &chain(&error)),
         },
+        Command::DeadLetters(command) => match dead_letters::run(&settings, command, &handler, &mut out).await {
+            Ok(good) => answer(Ok(good)),
+            Err(DeadLettersError::Output(error)) => answer(Err(error)),
+            Err(DeadLettersError::Open(error)) => fail(open_code(&error), &chain(&error)),
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
         Command::Pause(args) => match pause::pause(&settings, args, &mut out).await {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => fail(FAILED, &chain(&error)),
@@ -244,6 +256,8 @@ fn open_code(error: &OpenError) -> u8 {
         OpenError::MissingFolder(_)
         | OpenError::NotADatabase(_)
         | OpenError::NotOurs(_)
+        | OpenError::Missing(_)
+        | OpenError::Older(_)
         | OpenError::Newer { .. }
         | OpenError::Foreign { .. }
         | OpenError::Held { .. }

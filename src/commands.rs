@@ -1,11 +1,13 @@
 //! The operator's commands, one file each, and what several of them need.
 
 use std::ffi::OsStr;
+use std::io::{self, IsTerminal, Write};
 
 pub mod audit;
 pub mod check;
 pub mod completions;
 pub mod config;
+pub mod dead_letters;
 pub mod healthcheck;
 pub mod man;
 pub mod pause;
@@ -21,4 +23,18 @@ pub fn operator() -> String {
     let user = sudo.as_deref().and_then(OsStr::to_str).map(ToOwned::to_owned);
     let user = user.or_else(|| whoami::username().ok()).unwrap_or_else(|| "unknown".to_owned());
     format!("{user}@{}", whoami::hostname().unwrap_or_else(|_| "unknown".to_owned()))
+}
+
+/// Asks on the terminal, if there is one. Anything but `answer` is a no.
+fn confirmed(question: &str, answer: &str) -> io::Result<bool> {
+    let stdin = io::stdin();
+    if !stdin.is_terminal() {
+        return Ok(false);
+    }
+    let mut terminal = io::stderr();
+    write!(terminal, "{question}")?;
+    terminal.flush()?;
+    let mut typed = String::new();
+    stdin.read_line(&mut typed)?;
+    Ok(typed.trim() == answer)
 }

@@ -21,6 +21,8 @@ use crate::outcome::{Outcome, Reason};
 use crate::retry::{RetryPolicy, Verdict};
 use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
 
+pub mod replay;
+
 /// From this delivery on a message travels alone, its start recorded: it may be the one that keeps killing the process.
 pub const SUSPECT_FROM: u64 = 3;
 /// A pass over single messages commits what it has after this long and leaves the rest for the next one, so that finished

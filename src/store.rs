@@ -10,6 +10,7 @@ use crate::delivery::{Delivery, Digest};
 use crate::metrics::DbErrorClass;
 use crate::outcome::Reason;
 
+pub mod letters;
 pub mod lock;
 pub mod sqlite;
 
@@ -78,6 +79,10 @@ pub enum OpenError {
         path.display()
     )]
     Foreign { path: PathBuf, version: i64 },
+    #[error("no database at {} yet; `order-processor run` makes it, or change database.url", .0.display())]
+    Missing(PathBuf),
+    #[error("{} was written by an older version of order-processor; start the daemon once, which brings it up to date", .0.display())]
+    Older(PathBuf),
     #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
     Held { path: PathBuf, holder: String },
     #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
@@ -129,7 +134,7 @@ pub enum Claim {
     New,
     /// It was processed, and the message had this digest.
     Processed(Digest),
-    /// This very message, with the same digest, is a dead letter.
+    /// This very message, with the same digest, is a dead letter, or was one until an operator dealt with it.
     Dead,
 }
 

@@ -96,7 +96,7 @@ impl Telemetry {
         self.health.set_draining();
     }
 
-    /// What the database held when it was opened. Later changes are counted from there.
+    /// What the database holds. Later changes are counted from there, until it is counted again.
     pub fn counted(&self, counts: Counts) {
         self.processed_ids.store(counts.processed_ids, Ordering::Relaxed);
         self.dead_letters.store(counts.dead_letters, Ordering::Relaxed);
@@ -105,7 +105,6 @@ impl Telemetry {
 
     pub fn pruned(&self, ids: u64) {
         self.metrics.ids_pruned.increment(ids);
-        self.count(0, 0, ids);
     }
 
     pub fn sizes(&self, sizes: Sizes) {
@@ -137,15 +136,14 @@ impl Telemetry {
         }
         self.metrics.commit_duration_seconds.record(took.as_secs_f64());
         self.metrics.commit_batch_messages.record(messages as f64);
-        self.count(applied, dead, 0);
+        self.count(applied, dead);
         self.health.committed(last_seq, messages, took);
     }
 
-    fn count(&self, applied: u64, dead: u64, pruned: u64) {
+    fn count(&self, applied: u64, dead: u64) {
         let processed = self.processed_ids.fetch_add(applied, Ordering::Relaxed) + applied;
-        self.processed_ids.fetch_sub(pruned.min(processed), Ordering::Relaxed);
         let dead_letters = self.dead_letters.fetch_add(dead, Ordering::Relaxed) + dead;
-        self.health.set_counts(processed.saturating_sub(pruned), dead_letters);
+        self.health.set_counts(processed, dead_letters);
     }
 }
 

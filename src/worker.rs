@@ -23,7 +23,7 @@ use crate::inbox::{Inbox, Outcomes, is_suspect};
 use crate::metrics::{DbErrorClass, Label, SeenBy};
 use crate::outcome::{Acknowledgement, Outcome, Reason};
 use crate::retry::RetryPolicy;
-use crate::store::{self, Gone, Prunable, Store};
+use crate::store::{self, Counts, Gone, Prunable, Store};
 use crate::survey::{Survey, SurveyError, Surveyed};
 use crate::telemetry::{Reminder, Telemetry};
 
@@ -38,7 +38,8 @@ const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
 /// A parked message that has not come back this long after it could have is with another worker.
 const PARKED_GRACE: Duration = Duration::from_secs(10);
-const PRUNE_EVERY: Duration = Duration::from_secs(60);
+/// How often ids are pruned and rows counted: operators write beside us, and our gauges must not go on without them.
+const UPKEEP_EVERY: Duration = Duration::from_secs(10);
 /// Ids dropped in one transaction: a few milliseconds.
 const PRUNE_STEP: u32 = 500;
 /// `inbox.retention = "auto"` keeps ids at least this long: publishers repeat themselves without the server's help.
@@ -100,7 +101,7 @@ pub struct Worker {
     parked: HashMap<u64, Instant>,
     full: Reminder,
     waiting_for_pause: Reminder,
-    prune_due: Instant,
+    upkeep_due: Instant,
     until: Until,
 }
 
@@ -146,7 +147,7 @@ struct Done {
 
 enum Work {
     Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
-    Prune(Result<u64, store::Error>),
+    Upkeep(Result<(u64, Counts), store::Error>),
 }
 
 impl Worker {
@@ -178,7 +179,7 @@ impl Worker {
             parked: HashMap::new(),
             full: Reminder::default(),
             waiting_for_pause: Reminder::default(),
-            prune_due: Instant::now(),
+            upkeep_due: Instant::now(),
             until,
             config,
             telemetry,
@@ -238,7 +239,7 @@ impl Worker {
         drained.unwrap_or(Err(WorkerError::Deadline(deadline))).map(|()| ended)
     }
 
-    /// Hands the next batch, or a step of pruning, to a task of its own, if the last one is done.
+    /// Hands the next batch, or a step of upkeep, to a task of its own, if the last one is done.
     fn start_job(&mut self) {
         let now = Instant::now();
         if self.database.retry_at.is_some_and(|at| at > now) {
@@ -254,14 +255,14 @@ impl Worker {
                 let result = inbox.process(&batch, &hurry).await;
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
             }));
-        } else if self.view.is_some() && self.prune_due <= now {
+        } else if self.view.is_some() && self.upkeep_due <= now {
             let prunable = self.prunable();
             self.job = Some(tokio::spawn(async move {
-                let result = inbox.store().prune(prunable, PRUNE_STEP).await;
+                let result = inbox.store().upkeep(prunable, PRUNE_STEP).await;
                 if let Err(error) = &result {
                     inbox.store().give_up(error).await;
                 }
-                Done { inbox, work: Work::Prune(result) }
+                Done { inbox, work: Work::Upkeep(result) }
             }));
         } else {
             self.inbox = Some(inbox);
@@ -283,13 +284,14 @@ impl Worker {
                 self.waiting.put_back(batch);
                 self.database_failed(error)?;
             }
-            Work::Prune(Ok(pruned)) => {
+            Work::Upkeep(Ok((pruned, counts))) => {
                 self.database_works();
                 self.telemetry.pruned(pruned);
+                self.telemetry.counted(counts);
                 let more = pruned == u64::from(PRUNE_STEP);
-                self.prune_due = Instant::now() + if more { Duration::ZERO } else { PRUNE_EVERY };
+                self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
-            Work::Prune(Err(error)) => self.database_failed(error)?,
+            Work::Upkeep(Err(error)) => self.database_failed(error)?,
         }
         Ok(())
     }
@@ -606,7 +608,7 @@ impl Worker {
         // The server's last delivery of a message is not handed back: it would never come again.
         let last = self.limits.as_ref().and_then(|limits| limits.max_deliver).unwrap_or(u64::MAX);
         self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
-        self.prune_due = Instant::now() + PRUNE_EVERY;
+        self.upkeep_due = Instant::now() + UPKEEP_EVERY;
         self.start_job();
         while self.job.is_some() {
             self.finish_running().await?;

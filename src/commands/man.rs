@@ -46,9 +46,11 @@ fn describe(page: &mut Vec<u8>, path: &str, parent: &Command) -> io::Result<()> 
 fn body(page: &mut Vec<u8>, section: impl FnOnce(&mut Vec<u8>) -> io::Result<()>) -> io::Result<()> {
     let mut rendered = Vec::new();
     section(&mut rendered)?;
-    for line in rendered.split_inclusive(|byte| *byte == b'\n') {
-        if ![&b".SH "[..], b".ie ", b".el "].iter().any(|unwanted| line.starts_with(unwanted)) {
-            page.extend_from_slice(line);
+    // Possible values begin with two line breaks and nothing between them, which mandoc warns of.
+    let rendered = String::from_utf8_lossy(&rendered).replace("\n.br\n\n.br\n", "\n.br\n");
+    for line in rendered.split_inclusive('\n') {
+        if ![".SH ", ".ie ", ".el "].iter().any(|unwanted| line.starts_with(unwanted)) {
+            page.extend_from_slice(line.as_bytes());
         }
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! `setup` and `teardown`: the only commands that change anything on the server, and only when asked to.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{self, AckPolicy};
@@ -9,6 +9,7 @@ use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, Storag
 use async_nats::jetstream::{self, ErrorCode};
 use clap::Args;
 
+use crate::commands::confirmed;
 use crate::config::{ByteSize, Config};
 use crate::consumer::connection::{self, ConnectError};
 use crate::consumer::gate::{self, Expectations};
@@ -121,7 +122,8 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
 pub async fn teardown(config: &Config, args: TeardownArgs, out: &mut impl Write) -> Result<(), SetupError> {
     let jetstream = jetstream::new(connection::connect(&config.nats, None).await?);
     let (stream, consumer) = (&config.consumer.stream, &config.consumer.name);
-    if !args.yes && !args.consumer_only && !confirmed(stream)? {
+    let question = format!("Delete stream {stream} and every message in it? Type its name to confirm: ");
+    if !args.yes && !args.consumer_only && !confirmed(&question, stream)? {
         return Err(SetupError::NotConfirmed(stream.clone()));
     }
     if args.consumer_only {
@@ -147,19 +149,6 @@ async fn report_findings(config: &Config, stream: &stream::Stream, out: &mut imp
         writeln!(out, "{}: {}", finding.severity.name(), finding.text)?;
     }
     Ok(())
-}
-
-fn confirmed(stream: &str) -> Result<bool, SetupError> {
-    let stdin = std::io::stdin();
-    if !stdin.is_terminal() {
-        return Ok(false);
-    }
-    let mut terminal = std::io::stderr();
-    write!(terminal, "Delete stream {stream} and every message in it? Type its name to confirm: ")?;
-    terminal.flush()?;
-    let mut answer = String::new();
-    stdin.read_line(&mut answer)?;
-    Ok(answer.trim() == stream)
 }
 
 /// The server refuses a duplicate window longer than `max_age`.

@@ -21,8 +21,10 @@ use tokio::time::Instant;
 
 use super::lock::{Lock, LockError};
 use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside};
-use crate::delivery::{Delivery, Digest};
+use crate::delivery::{Delivery, Digest, Headers};
 use crate::metrics::{DbErrorClass, Label};
+
+pub mod letters;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 
@@ -50,11 +52,12 @@ pub struct Store {
     identity: Option<(u64, u64)>,
     /// The database itself has failed since the last time that everything in the WAL was known to be on disk.
     faulted: bool,
-    /// Whether `attempts` may have rows. Only this process writes it, so the happy path need not ask.
+    /// Whether `attempts` may have rows. Only the process with the lock writes it, so its happy path need not ask.
     any_attempts: bool,
     /// No look at the size of the WAL before this.
     wal_due: Instant,
-    _lock: Lock,
+    /// None where another process may be the daemon.
+    _lock: Option<Lock>,
 }
 
 impl Store {
@@ -71,7 +74,9 @@ impl Store {
         } else {
             create(path).map_err(|source| unusable(path, source))?;
         }
-        Self::open_file(path, lock).await
+        let mut store = Self::open_file(path, Some(lock)).await?;
+        store.migrate().await.map_err(|source| OpenError::database(path, source))?;
+        Ok(store)
     }
 
     /// Opens the database that this process has let go of: as [`open`](Self::open), but never makes a new one. A file that
@@ -83,25 +88,14 @@ impl Store {
         if path.exists() { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
     }
 
-    async fn open_file(path: &Path, lock: Lock) -> Result<Self, OpenError> {
-        let failed = |source| OpenError::database(path, source);
+    async fn open_file(path: &Path, lock: Option<Lock>) -> Result<Self, OpenError> {
         let options = options(path)
             .journal_mode(SqliteJournalMode::Wal)
             // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
             .synchronous(SqliteSynchronous::Full)
             .pragma("journal_size_limit", WAL_LIMIT_BYTES.to_string());
-        let mut connection = connect(&options, "opening the database").await.map_err(failed)?;
-        MIGRATIONS.run(&mut connection).await.map_err(|error| {
-            let source = match error {
-                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => source,
-                other => sqlx::Error::Migrate(Box::new(other)),
-            };
-            failed(Error::new("migrating the database", source))
-        })?;
-        let any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
-            .fetch_one(&mut connection)
-            .await
-            .map_err(|source| failed(Error::new("reading the attempts", source)))?;
+        let connection = connect(&options, "opening the database").await;
+        let connection = connection.map_err(|source| OpenError::database(path, source))?;
         Ok(Self {
             path: path.to_owned(),
             options,
@@ -109,10 +103,26 @@ impl Store {
             clean: true,
             identity: identity(path),
             faulted: false,
-            any_attempts,
+            any_attempts: true,
             wal_due: Instant::now(),
             _lock: lock,
         })
+    }
+
+    async fn migrate(&mut self) -> Result<(), Error> {
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        MIGRATIONS.run(&mut *connection).await.map_err(|error| {
+            let source = match error {
+                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => source,
+                other => sqlx::Error::Migrate(Box::new(other)),
+            };
+            Error::new("migrating the database", source)
+        })?;
+        self.any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
+            .fetch_one(connection)
+            .await
+            .map_err(|source| Error::new("reading the attempts", source))?;
+        Ok(())
     }
 
     /// Begins the one transaction there can be, on a connection that is known to be sound.
@@ -140,7 +150,7 @@ impl Store {
     }
 
     /// Ends a transaction that did not end in a clean commit, together with its connection.
-    async fn abandon(&mut self) {
+    pub async fn abandon(&mut self) {
         if !self.clean
             && let Some(suspect) = self.connection.take()
         {
@@ -205,6 +215,11 @@ impl Store {
         let counts = counts(tx.connection).await.map_err(|source| tx.fail("counting rows", source))?;
         tx.commit().await?;
         Ok(counts)
+    }
+
+    /// Drops ids as [`prune`](Self::prune) does, and counts the rows anew.
+    pub async fn upkeep(&mut self, prunable: Prunable, limit: u32) -> Result<(u64, Counts), Error> {
+        Ok((self.prune(prunable, limit).await?, self.counts().await?))
     }
 
     /// Drops up to `limit` of the oldest ids, as long as each is `prunable`. Returns how many went; fewer than `limit` means
@@ -316,7 +331,7 @@ pub async fn check(path: &Path) -> Result<(), OpenError> {
     require_folder(path)?;
     require_access(path)?;
     require_sqlite(path)?;
-    if path.exists() { require_known_schema(path).await } else { Ok(()) }
+    if path.exists() { require_known_schema(path).await.map(drop) } else { Ok(()) }
 }
 
 /// One open transaction. Dropped without [`Tx::commit`], nothing of it happened.
@@ -345,9 +360,11 @@ impl Tx<'_> {
                  SELECT column1, column2, column3, column4 FROM (VALUES ",
                 4,
                 chunk.len(),
-                // The first half is looked at once in the whole statement, and nearly always answers.
+                // The first halves are looked at once in the whole statement, and nearly always answer.
                 ") AS new WHERE NOT (EXISTS (SELECT 1 FROM dead_letters) AND EXISTS \
                  (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column3)) \
+                 AND NOT (EXISTS (SELECT 1 FROM closed_letters) AND EXISTS \
+                 (SELECT 1 FROM closed_letters AS closed WHERE closed.id = new.column1 AND closed.digest = new.column3)) \
                  ON CONFLICT (id) DO NOTHING",
             );
             let mut arguments = SqliteArguments::default();
@@ -408,13 +425,9 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Writes a dead letter; `false` if the same message lies there already.
+    /// Writes a dead letter; `false` if the same message lies there already, or did until an operator dealt with it.
     pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<bool, Error> {
         let DeadLetter { delivery, reason, error } = letter;
-        let mut headers: HashMap<&str, Vec<&str>> = HashMap::new();
-        for (name, value) in &delivery.raw.headers {
-            headers.entry(name).or_default().push(value);
-        }
         let mut arguments = SqliteArguments::default();
         bind(&mut arguments, delivery.id.as_str())?;
         bind(&mut arguments, delivery.raw.subject.as_str())?;
@@ -422,13 +435,16 @@ impl Tx<'_> {
         bind(&mut arguments, to_i64(delivery.raw.position.delivered))?;
         bind(&mut arguments, reason.name())?;
         bind(&mut arguments, *error)?;
-        bind(&mut arguments, serde_json::json!(headers).to_string())?;
+        bind(&mut arguments, headers_json(&delivery.raw.headers))?;
         bind(&mut arguments, delivery.raw.payload.as_ref())?;
         bind(&mut arguments, now_ns)?;
         bind(&mut arguments, delivery.digest.0.as_slice())?;
+        bind(&mut arguments, delivery.raw.position.published_ns)?;
         let sql = "INSERT INTO dead_letters \
-             (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest) \
-             VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, digest) DO NOTHING";
+             (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest, published_at) \
+             SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11 \
+             WHERE NOT EXISTS (SELECT 1 FROM closed_letters WHERE id = ?1 AND digest = ?10) \
+             ON CONFLICT (id, digest) DO NOTHING";
         Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await?.rows_affected() > 0)
     }
 
@@ -664,8 +680,18 @@ fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     if head.is_empty() || head == MAGIC { Ok(()) } else { Err(OpenError::NotADatabase(path.to_owned())) }
 }
 
-/// Compares the migrations that the file has seen with ours, before any of them runs.
-async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
+/// That there is a database of this very version, for commands that work beside the daemon.
+async fn require_beside(path: &Path) -> Result<(), OpenError> {
+    if !path.exists() {
+        return Err(OpenError::Missing(path.to_owned()));
+    }
+    require_sqlite(path)?;
+    let applied = require_known_schema(path).await?;
+    if applied < MIGRATIONS.iter().count() { Err(OpenError::Older(path.to_owned())) } else { Ok(()) }
+}
+
+/// Compares the migrations that the file has seen with ours, before any of them runs. Returns how many it has seen.
+async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
     let failed = |source| OpenError::database(path, source);
     let mut connection = connect(&options(path), "opening the database").await.map_err(failed)?;
     let reading = |source| failed(Error::new("reading the schema", source));
@@ -678,6 +704,7 @@ async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
     if tables > 0 && !ours {
         return Err(OpenError::NotOurs(path.to_owned()));
     }
+    let mut seen = 0;
     if ours {
         let applied: Vec<(i64, Vec<u8>)> =
             sqlx::query_as("SELECT version, checksum FROM _sqlx_migrations ORDER BY version")
@@ -690,11 +717,12 @@ async fn require_known_schema(path: &Path) -> Result<(), OpenError> {
                 Some(known) if known.checksum != checksum => {
                     return Err(OpenError::Foreign { path: path.to_owned(), version });
                 }
-                Some(_) => {}
+                Some(_) => seen += 1,
             }
         }
     }
-    connection.close().await.map_err(reading)
+    connection.close().await.map_err(reading)?;
+    Ok(seen)
 }
 
 fn options(path: &Path) -> SqliteConnectOptions {
@@ -729,7 +757,8 @@ const LOOKING_UP: &str = "looking ids up";
 fn known_query(deliveries: &[&Delivery], last_rowid: i64) -> Result<(String, SqliteArguments), Error> {
     let sql = values(
         "SELECT seen.digest, EXISTS \
-         (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) \
+         (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) OR EXISTS \
+         (SELECT 1 FROM closed_letters AS closed WHERE closed.id = new.column1 AND closed.digest = new.column2) \
          FROM (VALUES ",
         3,
         deliveries.len(),
@@ -780,6 +809,15 @@ where
     T: sqlx::Encode<'a, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
 {
     arguments.add(value).map_err(|source| Error::new("binding a value", sqlx::Error::Encode(source)))
+}
+
+/// A JSON object: name -> array of values.
+fn headers_json(headers: &Headers) -> String {
+    let mut values: HashMap<&str, Vec<&str>> = HashMap::new();
+    for (name, value) in headers {
+        values.entry(name).or_default().push(value);
+    }
+    serde_json::json!(values).to_string()
 }
 
 /// SQLite integers are signed; a stream of 2^63 messages is out of this world.

@@ -1,0 +1,257 @@
+//! How dead letters are printed. What is in them came from anybody: nothing of it may drive a terminal.
+
+use std::borrow::Cow;
+use std::io::{self, Write};
+use std::time::{Duration, SystemTime};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde::de::IgnoredAny;
+use serde_json::{Value, json};
+
+use crate::store::letters::{Envelope, Letter, Pile};
+
+/// Characters of an error in the table.
+const ERROR_MAX: usize = 60;
+const COLUMNS: usize = 7;
+
+/// One line a letter, the columns aligned. The head comes with the first one.
+pub fn table(
+    page: &[(i64, Envelope)],
+    pile: Pile,
+    widths: &mut Option<[usize; COLUMNS]>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let mut rows: Vec<[String; COLUMNS]> = page.iter().map(|(_, envelope)| row(envelope)).collect();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    if widths.is_none() {
+        let at = if pile == Pile::Closed { "CLOSED AT" } else { "DEAD AT" };
+        let last = if pile == Pile::Closed { "CLOSED" } else { "ERROR" };
+        rows.insert(0, [at, "REASON", "SUBJECT", "SEQ", "BYTES", "ID", last].map(ToOwned::to_owned));
+    }
+    let widths = widths.get_or_insert_with(|| {
+        std::array::from_fn(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
+    });
+    for [at, reason, subject, seq, bytes, id, last] in rows {
+        let [w0, w1, w2, w3, w4, w5, _] = *widths;
+        writeln!(out, "{at:w0$}  {reason:w1$}  {subject:w2$}  {seq:>w3$}  {bytes:>w4$}  {id:w5$}  {last}")?;
+    }
+    Ok(())
+}
+
+fn row(envelope: &Envelope) -> [String; COLUMNS] {
+    let (at_ns, last) = match &envelope.closed {
+        Some(closed) => (closed.at_ns, format!("{} by {}", closed.closing.name(), closed.by)),
+        None => (envelope.dead_at_ns, envelope.error.clone()),
+    };
+    let last = clean(&last);
+    let last = match last.char_indices().nth(ERROR_MAX) {
+        Some((end, _)) => format!("{}…", &last[..end]),
+        None => last.into_owned(),
+    };
+    [
+        seconds(at_ns),
+        clean(&envelope.reason).into_owned(),
+        clean(&envelope.subject).into_owned(),
+        envelope.stream_seq.to_string(),
+        envelope.payload_bytes.to_string(),
+        clean(&envelope.id).into_owned(),
+        last,
+    ]
+}
+
+/// A letter, whole, for people.
+pub fn show(letter: &Letter, out: &mut impl Write) -> io::Result<()> {
+    let Letter { envelope, headers, payload } = letter;
+    let mut row = |name: &str, value: &str| writeln!(out, "{name:<13} {}", clean(value));
+    row("id", &envelope.id)?;
+    row("subject", &envelope.subject)?;
+    row("stream seq", &envelope.stream_seq.to_string())?;
+    row("delivered", &format!("{} times", envelope.delivered))?;
+    row("published at", &envelope.published_ns.map_or_else(|| "not known".to_owned(), nanos))?;
+    row("dead at", &nanos(envelope.dead_at_ns))?;
+    row("reason", &envelope.reason)?;
+    row("error", &envelope.error)?;
+    row("digest", &envelope.digest.to_string())?;
+    if let Some(closed) = &envelope.closed {
+        row(closed.closing.name(), &format!("by {} at {}", closed.by, nanos(closed.at_ns)))?;
+        if let Some(id) = closed.applied_id.as_ref().filter(|id| **id != envelope.id) {
+            row("applied as", id)?;
+        }
+    }
+    for (index, (name, value)) in headers.iter().enumerate() {
+        row(if index == 0 { "headers" } else { "" }, &format!("{name}: {value}"))?;
+    }
+    let (kind, shown) = payload_text(payload);
+    row("payload", &format!("{} bytes, {kind}", payload.len()))?;
+    if !shown.is_empty() {
+        writeln!(out, "\n{shown}")?;
+    }
+    Ok(())
+}
+
+/// An envelope as an object.
+pub fn json(envelope: &Envelope) -> Value {
+    let mut object = json!({
+        "id": envelope.id,
+        "digest": envelope.digest.to_string(),
+        "subject": envelope.subject,
+        "stream_seq": envelope.stream_seq,
+        "delivered": envelope.delivered,
+        "reason": envelope.reason,
+        "error": envelope.error,
+        "payload_bytes": envelope.payload_bytes,
+        "published_at": envelope.published_ns.map(nanos),
+        "dead_at": nanos(envelope.dead_at_ns),
+    });
+    if let Some(closed) = &envelope.closed {
+        object["closed"] = json!({
+            "as": closed.closing.name(),
+            "by": closed.by,
+            "at": nanos(closed.at_ns),
+            "applied_id": closed.applied_id,
+        });
+    }
+    object
+}
+
+/// A letter as an object that has all of it: headers as pairs in their order, payload in base64.
+pub fn whole_json(letter: &Letter) -> Value {
+    let mut object = json(&letter.envelope);
+    object["headers"] = json!(letter.headers);
+    object["payload"] = Value::String(BASE64.encode(&letter.payload));
+    object
+}
+
+/// What kind of payload it is, and a text of it that a terminal can show.
+fn payload_text(payload: &[u8]) -> (&'static str, String) {
+    if serde_json::from_slice::<IgnoredAny>(payload).is_ok()
+        && let Ok(text) = std::str::from_utf8(payload)
+    {
+        return ("JSON", clean_lines(&pretty(text)));
+    }
+    match std::str::from_utf8(payload) {
+        Ok(text) if !text.chars().any(|c| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
+            ("text", clean_lines(text))
+        }
+        Ok(_) | Err(_) => ("binary", hex(payload)),
+    }
+}
+
+/// JSON with one value a line. Every value stays as it is written: a number that a parser would round is not rounded here.
+fn pretty(json: &str) -> String {
+    let mut text = String::with_capacity(json.len() * 2);
+    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
+    let mut chars = json.chars().peekable();
+    let line = |text: &mut String, depth: usize| {
+        text.push('\n');
+        text.extend(std::iter::repeat_n("  ", depth));
+    };
+    while let Some(c) = chars.next() {
+        if in_string {
+            text.push(c);
+            in_string = escaped || c != '"';
+            escaped = !escaped && c == '\\';
+            continue;
+        }
+        match c {
+            ' ' | '\t' | '\n' | '\r' => {}
+            '{' | '[' => {
+                text.push(c);
+                while chars.next_if(|c| c.is_ascii_whitespace()).is_some() {}
+                if let Some(end) = chars.next_if(|c| matches!(c, '}' | ']')) {
+                    text.push(end);
+                } else {
+                    depth += 1;
+                    line(&mut text, depth);
+                }
+            }
+            '}' | ']' => {
+                depth = depth.saturating_sub(1);
+                line(&mut text, depth);
+                text.push(c);
+            }
+            ',' => {
+                text.push(c);
+                line(&mut text, depth);
+            }
+            ':' => text.push_str(": "),
+            c => {
+                in_string = c == '"';
+                text.push(c);
+            }
+        }
+    }
+    text
+}
+
+/// Offset, sixteen bytes, and those of them that are letters.
+fn hex(bytes: &[u8]) -> String {
+    let mut lines = Vec::with_capacity(bytes.len() / 16 + 1);
+    for (index, row) in bytes.chunks(16).enumerate() {
+        let codes: Vec<String> = row.iter().map(|byte| format!("{byte:02x}")).collect();
+        let letters: String = row
+            .iter()
+            .map(|byte| if byte.is_ascii_graphic() || *byte == b' ' { char::from(*byte) } else { '.' })
+            .collect();
+        lines.push(format!("{:08x}  {:<47}  {letters}", index * 16, codes.join(" ")));
+    }
+    lines.join("\n")
+}
+
+/// On one line, with control characters written out.
+pub fn clean(text: &str) -> Cow<'_, str> {
+    if text.chars().any(char::is_control) {
+        let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+        Cow::Owned(text.chars().map(escape).collect())
+    } else {
+        Cow::Borrowed(text)
+    }
+}
+
+/// The same, with the lines left as they are.
+fn clean_lines(text: &str) -> String {
+    text.lines().map(clean).collect::<Vec<_>>().join("\n")
+}
+
+/// A moment to the second.
+pub fn seconds(ns: i64) -> String {
+    humantime::format_rfc3339_seconds(moment(ns)).to_string()
+}
+
+fn nanos(ns: i64) -> String {
+    humantime::format_rfc3339_nanos(moment(ns)).to_string()
+}
+
+fn moment(ns: i64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_nanos(ns.unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_is_laid_out_and_no_value_is_changed() {
+        let json = r#"{"id":90071992547409931234,"a": [1e400, {} , [ ], "x\"}:,\\"],"b":null}"#;
+        let wanted = "{\n  \"id\": 90071992547409931234,\n  \"a\": [\n    1e400,\n    {},\n    [],\n    \"x\\\"}:,\\\\\"\n  ],\n  \"b\": null\n}";
+        assert_eq!(payload_text(json.as_bytes()), ("JSON", wanted.to_owned()));
+        assert_eq!(payload_text(b"3"), ("JSON", "3".to_owned()));
+    }
+
+    #[test]
+    fn text_stays_text_and_the_rest_is_a_dump_that_no_terminal_obeys() {
+        assert_eq!(payload_text("Zwei\tÄpfel\n".as_bytes()), ("text", "Zwei\\tÄpfel".to_owned()));
+        let (kind, dump) = payload_text(b"\x1b]0;title\x07 and \xff more");
+        assert_eq!(kind, "binary");
+        assert_eq!(
+            dump,
+            "00000000  1b 5d 30 3b 74 69 74 6c 65 07 20 61 6e 64 20 ff  .]0;title. and .\n\
+             00000010  20 6d 6f 72 65                                    more"
+        );
+        assert_eq!(payload_text(b""), ("text", String::new()));
+        assert_eq!(clean("a\u{9b}31m\nb"), "a\\u{9b}31m\\nb");
+    }
+}

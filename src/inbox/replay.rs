@@ -1,0 +1,96 @@
+//! One dead letter in one transaction: claim the id, apply the effect, take the letter away.
+
+use super::{guarded, now_ns};
+use crate::delivery::Digest;
+use crate::errors::chain;
+use crate::handler::{Failure, Handler};
+use crate::store::letters::{Closed, Closing};
+use crate::store::{Claim, Error, Store};
+
+/// What an operator wants of a replay.
+#[derive(Clone, Debug)]
+pub struct Replay {
+    /// `user@host`, for the record.
+    pub by: String,
+    /// Give a letter an id of its own if its id belongs to another order.
+    pub as_new: bool,
+    /// Run everything and undo it.
+    pub dry_run: bool,
+}
+
+/// What came of the replay of one letter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Replayed {
+    /// Under this id.
+    Applied(String),
+    /// It had been applied before, under this id; only the letter was left.
+    Known(String),
+    /// Its id belongs to another order. The letter stays.
+    Conflict,
+    /// The letter stays, with this error.
+    Failed(String),
+    /// The letter is there no more.
+    Gone,
+}
+
+/// Applies a dead letter in one transaction with its removal, as the daemon would have applied the message. Works beside the
+/// daemon, through a [store of its own](Store::open_beside).
+///
+/// # Errors
+/// When the database failed in a way that the letter is not to blame for. Then nothing of it happened, or the commit's end is
+/// unknown; to do it again is safe.
+pub async fn replay(
+    store: &mut Store,
+    handler: &dyn Handler,
+    (id, digest): (&str, Digest),
+    wish: &Replay,
+) -> Result<Replayed, Error> {
+    let replayed = replay_in_transaction(store, handler, (id, digest), wish).await;
+    // Lets go of the write lock, which the daemon may be waiting for, also after a dry run.
+    store.abandon().await;
+    let failure = match replayed {
+        Ok(replayed) => return Ok(replayed),
+        Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+        Err(failure) => chain(&failure),
+    };
+    if !wish.dry_run {
+        let mut tx = store.begin().await?;
+        tx.set_letter_error(id, digest, &failure).await?;
+        tx.commit().await?;
+    }
+    Ok(Replayed::Failed(failure))
+}
+
+async fn replay_in_transaction(
+    store: &mut Store,
+    handler: &dyn Handler,
+    (id, digest): (&str, Digest),
+    wish: &Replay,
+) -> Result<Replayed, Failure> {
+    let now_ns = now_ns();
+    let mut tx = store.begin().await?;
+    // First of all, since the id of a message is not given away while it is a dead letter.
+    let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(Replayed::Gone) };
+    let mut delivery = letter.delivery();
+    let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();
+    if wish.as_new && matches!(claim, Some(Claim::Processed(known)) if known != digest) {
+        // The same id each time, so that a second replay of the message finds the first one.
+        delivery.id = format!("{id}@{digest}");
+        claim = tx.claim(&[&delivery], now_ns).await?.pop();
+    }
+    let replayed = match claim {
+        Some(Claim::New) | None => {
+            guarded(handler, &mut tx, &[&delivery]).await?;
+            Replayed::Applied(delivery.id.clone())
+        }
+        Some(Claim::Processed(known)) if known != digest => return Ok(Replayed::Conflict),
+        Some(Claim::Processed(_) | Claim::Dead) => Replayed::Known(delivery.id.clone()),
+    };
+    let closed =
+        Closed { closing: Closing::Replayed, by: wish.by.clone(), at_ns: now_ns, applied_id: Some(delivery.id) };
+    tx.record_closed(&letter, &closed).await?;
+    if !wish.dry_run {
+        tx.commit().await?;
+    }
+    Ok(replayed)
+}
