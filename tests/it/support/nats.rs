@@ -75,6 +75,11 @@ impl NatsServer {
         .await;
     }
 
+    /// It tells its clients to go elsewhere, and shuts down.
+    pub fn lame_duck(&self) {
+        signal(self.child.id(), "USR2");
+    }
+
     /// The server keeps its connections and says nothing any more.
     pub fn freeze(&self) {
         signal(self.child.id(), "STOP");
