@@ -39,8 +39,8 @@ deb: ## build the Debian package with cargo-deb (cargo install --locked cargo-de
 	deploy/debian/documents.sh "$${CARGO_TARGET_DIR:-target}/release/order-processor"
 	cargo deb --no-build
 
-deploy-test: ## run what is in deploy/ for real: package, container, Prometheus; as root, 10 minutes; ARGS="systemd" picks
-	@deploy/tests/run.sh $(ARGS)
+deploy-test: ## run what is in deploy/ for real: package, container, Prometheus; as root, 6 minutes; ARGS="systemd" picks
+	@STRICT="$(STRICT)" deploy/tests/run.sh $(ARGS)
 
 lint: ## formatting, clippy and rustdoc, warnings are errors
 	cargo fmt --check

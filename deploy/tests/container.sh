@@ -5,6 +5,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 orders=20000
+# PROFILE=release for the image as users build it, which takes several times as long.
+profile=${PROFILE:-dev}
 engine=$work/engine
 prometheus_image=
 export DOCKER_CONFIG=$work/docker-config
@@ -41,7 +43,10 @@ start_engine() {
         --pidfile "$engine/pid" >"$engine/log" 2>&1 9>&- &
     dockerd=$!
     export DOCKER_HOST=unix://$engine/docker.sock
-    eventually 30 quietly docker info || give_up "dockerd did not start: $(tail -n 3 "$engine/log")"
+    eventually 15 quietly docker info || leave_out "dockerd does not start here: $(tail -n 1 "$engine/log")"
+    # A machine may let an engine start and run nothing.
+    docker import --change 'CMD ["true"]' - test-debian <"$debian" >/dev/null
+    quietly docker run --rm test-debian || leave_out "no container runs here: $(tail -n 1 "$work/quiet")"
 }
 
 quietly() {
@@ -62,13 +67,10 @@ make_base_images() {
     local context=$work/context sysroot triplet lib
     mkdir -p "$context"
     if ! docker image inspect rust:1-bookworm >/dev/null 2>&1; then
-        docker import - test-debian <"$debian" >/dev/null
         sysroot=$(rustc --print sysroot)
         tar -C "$sysroot" --exclude=./share -cf "$context/toolchain.tar" .
         cp /etc/ssl/certs/ca-certificates.crt "$context/"
-        # A machine may reach the crates by a mirror.
-        mkdir -p "$context/cargo"
-        cp "${CARGO_HOME:-$HOME/.cargo}/config.toml" "$context/cargo/" 2>/dev/null || true
+        crates "$context/cargo"
         # Without debug information, for a faster build.
         cat >"$context/Dockerfile" <<'DOCKERFILE'
 FROM test-debian
@@ -109,6 +111,17 @@ DOCKERFILE
         quietly build --tag "$prometheus_image" --file - "$context" || give_up "no Prometheus image: $(tail -n 5 "$work/quiet")"
 }
 
+# crates FOLDER: what this machine has fetched for the build, for a container that may have no way to a registry, or another one.
+crates() {
+    local home=${CARGO_HOME:-$HOME/.cargo} crate
+    mkdir -p "$1/registry/cache"
+    cp "$home/config.toml" "$1/" 2>/dev/null || true
+    cp -r "$home/registry/index" "$1/registry/"
+    while read -r crate; do
+        (cd "$home/registry/cache" && cp --parents ./*/"$crate" "$1/registry/cache/") 2>/dev/null || true
+    done < <(awk -F '"' '/^name = / {name = $2} /^version = / {print name "-" $2 ".crate"}' "$root/Cargo.lock")
+}
+
 # The name that compose.yaml gives to the image of a service.
 image_of() {
     docker compose --file "$root/deploy/compose/compose.yaml" config --format json | json "services.$1.image"
@@ -117,7 +130,7 @@ image_of() {
 build_image() {
     step "build the image"
     local began=$SECONDS
-    build --build-arg PROFILE=dev --build-arg REVISION="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)" \
+    build --build-arg PROFILE="$profile" --build-arg REVISION="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)" \
         --tag order-processor "$root" >"$work/build.log" 2>&1 || {
         tail -n 20 "$work/build.log"
         give_up "the image does not build"
@@ -128,7 +141,7 @@ build_image() {
     mkdir "$work/changed"
     tar -C "$root" -c Cargo.toml Cargo.lock build.rs LICENSE src migrations config Dockerfile .dockerignore | tar -C "$work/changed" -x
     echo "// changed $(date +%s%N)" >>"$work/changed/src/lib.rs"
-    build --build-arg PROFILE=dev --tag order-processor:changed "$work/changed" >"$work/rebuild.log" 2>&1 || tail -n 10 "$work/rebuild.log"
+    build --build-arg PROFILE="$profile" --tag order-processor:changed "$work/changed" >"$work/rebuild.log" 2>&1 || tail -n 10 "$work/rebuild.log"
     # The old builder colours every piece of a line by itself.
     sed -i 's/\x1b\[[0-9;]*m//g' "$work/build.log" "$work/rebuild.log"
     claim "the first build is one of everything, now or before" grep_or_show 'Compiling tokio\|Using cache\|CACHED' "$work/build.log"
@@ -150,9 +163,11 @@ grep_or_show() {
 
 look_at_image() {
     step "look at the image"
-    local bytes
+    local bytes limit_mib
     bytes=$(docker image inspect --format '{{.Size}}' order-processor)
-    claim "it has less than 40 MiB ($((bytes / 1048576)) MiB, dev profile)" between 1 "$bytes" $((40 * 1048576 - 1))
+    # A binary of the dev profile is three times as large as one that users build: 38 MiB and 13 MiB when this was written.
+    [[ $profile == release ]] && limit_mib=40 || limit_mib=60
+    claim "it has less than $limit_mib MiB ($((bytes / 1048576)) MiB, profile $profile)" between 1 "$bytes" $((limit_mib * 1048576 - 1))
     claim "it does not run as root" equal 65532:65532 "$(docker image inspect --format '{{.Config.User}}' order-processor)"
     claim "labels" equal "order-processor Apache-2.0" "$(docker image inspect --format \
         '{{index .Config.Labels "org.opencontainers.image.title"}} {{index .Config.Labels "org.opencontainers.image.licenses"}}' order-processor)"
@@ -200,7 +215,7 @@ stop_and_restart() {
     step "run it"
     docker network create orders >/dev/null
     docker run --detach --name nats --network orders "$(image_of nats)" --jetstream --store_dir /data >/dev/null
-    claim "setup" eventually 15 product setup
+    claim "setup" eventually 15 product setup --max-bytes=1GiB
     start_worker
     claim "health turns healthy" eventually 30 is .State.Health.Status healthy
     product publish --count 5
@@ -257,7 +272,7 @@ compose() {
     step "compose"
     cd "$root/deploy/compose"
     NATS_PORT=$(free_port) HTTP_PORT=$(free_port) PROMETHEUS_PORT=$(free_port)
-    export NATS_PORT HTTP_PORT PROMETHEUS_PORT PROFILE=dev
+    export NATS_PORT HTTP_PORT PROMETHEUS_PORT PROFILE=$profile
     # Without Grafana, whose server is in no package index.
     claim "up, in the order of its dependencies" quietly_or_show docker compose up --detach --no-build --pull never order-processor prometheus
     claim "the daemon turns healthy" eventually 30 healthy

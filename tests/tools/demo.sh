@@ -23,7 +23,8 @@ main() {
     echo "listening on $url"
 
     step "create the stream ORDERS and its pull consumer order-processor"
-    product setup
+    # No more than a small disk has: the server promises all of it.
+    product setup --max-bytes 1GiB
     step "publish 5 orders"
     product publish --count 5
     expect "messages in the stream" 5 "$(status stream.last_seq)"

@@ -151,9 +151,10 @@ fn spawn(spec: &ServerSpec, folder: &Path, port: Option<u16>) -> Child {
 fn write_config(spec: &ServerSpec, folder: &Path, port: Option<u16>) -> PathBuf {
     let port = port.map_or("-1".to_owned(), |port| port.to_string());
     let place = folder.display();
+    // By itself the server allows three quarters of what the disk has left, which may be less than `setup` asks for.
     let config = format!(
         "listen: \"127.0.0.1:{port}\"\nports_file_dir: \"{place}\"\nlog_file: \"{place}/server.log\"\n{}\n\
-         jetstream {{\n  store_dir: \"{place}/store\"\n  {}\n}}\n",
+         jetstream {{\n  store_dir: \"{place}/store\"\n  max_file: 64GB\n  {}\n}}\n",
         spec.config, spec.jetstream
     );
     let file = folder.join("server.conf");
