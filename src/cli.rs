@@ -239,7 +239,6 @@ fn run_code(error: &RunError) -> u8 {
 
 fn audit_code(error: &AuditError) -> u8 {
     match error {
-        AuditError::NoDatabase(_) => OPERATOR,
         AuditError::Open(error) => open_code(error),
         AuditError::Connect(error) if error.is_about_settings() => OPERATOR,
         AuditError::Connect(_)

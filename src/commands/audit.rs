@@ -2,7 +2,6 @@
 //! messages are applied, the way every message is.
 
 use std::io::{self, IsTerminal, Write};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -62,8 +61,6 @@ pub enum AuditError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Bind(#[from] BindError),
-    #[error("there is no database at {}; look at database.url (`order-processor run` makes a new one)", .0.display())]
-    NoDatabase(PathBuf),
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error("cannot listen for signals")]
@@ -92,15 +89,12 @@ pub async fn run(
     let hung_up = stop.clone();
     shutdown::listen(stop.clone(), move || hung_up.cancel()).map_err(AuditError::Signals)?;
     keep_quiet_about_the_client();
-    let path = &config.database.path;
-    if !path.exists() {
-        return Err(AuditError::NoDatabase(path.clone()));
-    }
+    // Before anything else, for `--repair` would make a database where there is none.
+    let mut lookup = Lookup::open(&config.database.path).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
     let client = connection::connect(&config.nats, None).await?;
     let found = consumer::look(&client, &config.consumer.stream, &config.consumer.name).await?;
-    let mut lookup = Lookup::open(path).await?;
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let scope = Scope::of(&config, &found, args.from, oldest);
     let mut report = Report::new(&found, &scope, args.json, out)?;
@@ -180,15 +174,8 @@ impl Scope {
                 time(created_ns)
             ));
         }
-        let pruned_before_ns = match config.inbox.retention {
-            // An id is kept while the stream holds its message.
-            Retention::Auto => 0,
-            // Ids go in the order in which they came, and no younger ones than this.
-            Retention::For(age) => {
-                let kept_since = SystemTime::now().checked_sub(age).map_or(0, unix_ns);
-                oldest_processed_at.map_or(kept_since, |oldest| oldest.min(kept_since))
-            }
-        };
+        let now_ns = unix_ns(SystemTime::now());
+        let pruned_before_ns = pruned_before(config.inbox.retention, oldest_processed_at, now_ns);
         let from = wanted.max(first);
         if from > to {
             notes.push(format!("nothing to check: the ack floor is {floor}, and the first message to check is {from}"));
@@ -198,6 +185,19 @@ impl Scope {
 
     fn is_empty(&self) -> bool {
         self.from > self.to
+    }
+}
+
+/// Of a message published from then on the id is there if it was processed.
+fn pruned_before(retention: Retention, oldest_processed_at: Option<i64>, now_ns: i64) -> i64 {
+    match retention {
+        // An id is kept while the stream holds its message.
+        Retention::Auto => 0,
+        // Ids go in the order in which they came, and none is younger than this.
+        Retention::For(age) => {
+            let kept_since = now_ns.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX));
+            oldest_processed_at.map_or(kept_since, |oldest| oldest.min(kept_since))
+        }
     }
 }
 
@@ -509,4 +509,24 @@ fn harmless(text: &str) -> String {
 fn time(ns: i64) -> String {
     let since = Duration::from_nanos(ns.max(0).unsigned_abs());
     humantime::format_rfc3339_seconds(UNIX_EPOCH + since).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_with_a_fixed_retention_an_old_id_may_be_gone_although_its_message_is_there() {
+        const SECOND: i64 = 1_000_000_000;
+        let kept = Retention::For(Duration::from_secs(10));
+        assert_eq!(pruned_before(Retention::Auto, Some(SECOND), 100 * SECOND), 0);
+        assert_eq!(pruned_before(kept, Some(50 * SECOND), 100 * SECOND), 50 * SECOND, "nothing as young was pruned");
+        assert_eq!(pruned_before(kept, Some(95 * SECOND), 100 * SECOND), 90 * SECOND, "too young to be pruned");
+        assert_eq!(pruned_before(kept, None, 100 * SECOND), 90 * SECOND, "all may have been pruned");
+    }
+
+    #[test]
+    fn what_publishers_chose_does_not_command_the_terminal() {
+        assert_eq!(harmless("a\u{1b}[2J\nü"), "a\\u{1b}[2J\\nü");
+    }
 }

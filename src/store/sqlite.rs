@@ -294,11 +294,9 @@ pub struct Lookup {
 
 impl Lookup {
     /// # Errors
-    /// The same as [`Store::open`], but for a file that is in use; there has to be one.
+    /// [`OpenError`] when there is no database, or none of this version.
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
-        require_folder(path)?;
-        require_sqlite(path)?;
-        require_known_schema(path).await?;
+        require_beside(path).await?;
         let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
         Ok(Self { connection: connection.map_err(|source| OpenError::database(path, source))? })
     }

@@ -79,6 +79,36 @@ async fn each_message_that_is_neither_processed_nor_a_dead_letter_is_reported_an
 }
 
 #[tokio::test]
+async fn dead_letters_that_an_operator_has_dealt_with_are_not_missing() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
+    broker.publish("no JSON").await;
+    broker.publish("no JSON either").await;
+    broker.publish(r#"{"id": 3}"#).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    // Without a pointer the payload need not be JSON: the letters can be applied.
+    let letters = spec.db().texts("SELECT id FROM dead_letters ORDER BY stream_seq").await;
+    let (replayed, discarded) = (letters[0].as_str(), letters[1].as_str());
+    spec.run_ok(&["dead-letters", "discard", "--yes", discarded]).await;
+    let spec = spec.unset("inbox.id_pointer");
+    spec.run_ok(&["dead-letters", "replay", replayed]).await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+
+    let finished = spec.set("inbox.id_pointer", "/id").run_ok(&["audit"]).await;
+    assert_eq!(finished.stdout, "stream ORDERS, messages 1 to 3: 1 processed, 2 dead letters, 0 missing\n");
+}
+
+#[tokio::test]
+async fn a_database_of_an_older_version_is_brought_up_to_date_first() {
+    let (_server, _broker, spec) = processed(1).await;
+    execute(&spec, "DROP TABLE closed_letters").await;
+    execute(&spec, "DELETE FROM _sqlx_migrations WHERE version > 1").await;
+    let finished = spec.run(&["audit"]).await;
+    assert_eq!((finished.code, finished.stderr.lines().count()), (Some(2), 1), "{finished:?}");
+    assert!(finished.stderr.contains("older version"), "{finished:?}");
+}
+
+#[tokio::test]
 async fn what_is_missing_is_repaired_through_the_handler_and_only_once() {
     let (_server, broker, spec) = processed(5).await;
     // As an operator would: a copy of the closed file, put back later.
@@ -161,7 +191,7 @@ async fn without_a_database_a_stream_or_a_server_one_line_says_so() {
     let spec = DaemonSpec::new(server.url());
     let finished = spec.run(&["audit"]).await;
     assert_eq!(finished.code, Some(2), "{finished:?}");
-    assert!(finished.stderr.contains("there is no database at"), "{finished:?}");
+    assert!(finished.stderr.contains("no database at"), "{finished:?}");
     assert!(!spec.database().exists(), "it makes none");
 
     spec.run_ok(&["run", "--until-idle"]).await;

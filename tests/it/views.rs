@@ -34,6 +34,8 @@ async fn bash_completes_commands_and_options_after_sourcing_the_script() {
         (&["status", "--w"], "--watch"),
         (&["completions", "f"], "fish"),
         (&["--con"], "--config"),
+        (&["dead-letters", "sh"], "show"),
+        (&["dead-letters", "discard", "--y"], "--yes"),
     ] {
         let words = typed.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
         let ask = format!(
