@@ -8,6 +8,7 @@ use std::sync::Arc;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::commands::audit::{AuditArgs, AuditError};
+use crate::commands::backup::{BackupArgs, BackupError};
 use crate::commands::completions::CompletionsArgs;
 use crate::commands::dead_letters::{DeadLettersCommand, DeadLettersError};
 use crate::commands::pause::PauseArgs;
@@ -16,7 +17,7 @@ use crate::commands::run::RunError;
 use crate::commands::setup::{SetupArgs, TeardownArgs};
 use crate::commands::status::StatusArgs;
 use crate::commands::{
-    audit, check, completions, config, dead_letters, healthcheck, man, pause, publish, run, setup, status,
+    audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, run, setup, status,
 };
 use crate::config::{Config, Loaded, LogFormat};
 use crate::errors::chain;
@@ -71,6 +72,8 @@ enum Command {
     /// Look at dead letters, apply them again, or give them up
     #[command(subcommand, subcommand_value_name = "COMMAND")]
     DeadLetters(DeadLettersCommand),
+    /// Copy the database, checked, while the daemon runs or not
+    Backup(BackupArgs),
     /// Make the daemon finish what it holds and let go of the database, until `resume`
     Pause(PauseArgs),
     /// End a pause; the daemon goes on within two seconds
@@ -200,6 +203,11 @@ async fn dispatch(
             Ok(good) => answer(Ok(good)),
             Err(DeadLettersError::Output(error)) => answer(Err(error)),
             Err(DeadLettersError::Open(error)) => fail(open_code(&error), &chain(&error)),
+            Err(error) => fail(FAILED, &chain(&error)),
+        },
+        Command::Backup(args) => match backup::run(&settings, args, &mut out).await {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(BackupError::Database(error)) => fail(open_code(&error), &chain(&error)),
             Err(error) => fail(FAILED, &chain(&error)),
         },
         Command::Pause(args) => match pause::pause(&settings, args, &mut out).await {

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
 
 pub mod audit;
+pub mod backup;
 pub mod check;
 pub mod completions;
 pub mod config;

@@ -24,6 +24,7 @@ use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Siz
 use crate::delivery::{Delivery, Digest, Headers};
 use crate::metrics::{DbErrorClass, Label};
 
+pub mod backup;
 pub mod letters;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
