@@ -22,7 +22,7 @@ main() {
     "$order_processor" publish --count 2000 >/dev/null
     start_daemon
     eventually 30 has_rows 500 || true
-    claim "sqlite3 .backup" sqlite3 "$database" ".backup '$work/backup.db'"
+    claim "order-processor backup" "$order_processor" backup "$work/backup.db"
     claim "the copy is whole" equal ok "$(sqlite3 "$work/backup.db" 'PRAGMA integrity_check')"
     claim "its orders and ids belong together" equal "$(rows "$work/backup.db" 'SELECT count(*) FROM orders')" \
         "$(rows "$work/backup.db" 'SELECT count(*) FROM processed_ids')"

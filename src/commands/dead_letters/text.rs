@@ -69,7 +69,7 @@ pub fn show(letter: &Letter, out: &mut impl Write) -> io::Result<()> {
     row("id", &envelope.id)?;
     row("subject", &envelope.subject)?;
     row("stream seq", &envelope.stream_seq.to_string())?;
-    row("delivered", &format!("{} times", envelope.delivered))?;
+    row("delivered", &envelope.delivered.to_string())?;
     row("published at", &envelope.published_ns.map_or_else(|| "not known".to_owned(), nanos))?;
     row("dead at", &nanos(envelope.dead_at_ns))?;
     row("reason", &envelope.reason)?;
