@@ -134,6 +134,10 @@ impl Telemetry {
             let age_ns = now_ns.saturating_sub(delivery.raw.position.published_ns).max(0);
             self.metrics.end_to_end_seconds.record(age_ns as f64 / 1e9);
         }
+        if messages == 0 {
+            // It was cut off, and nothing was committed.
+            return;
+        }
         self.metrics.commit_duration_seconds.record(took.as_secs_f64());
         self.metrics.commit_batch_messages.record(messages as f64);
         self.count(applied, dead);

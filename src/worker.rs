@@ -31,6 +31,8 @@ use crate::telemetry::{Reminder, Telemetry};
 const TICK_MAX: Duration = Duration::from_secs(1);
 /// Acknowledgements that cannot be handed to the client within this long are left to redelivery.
 const ACKNOWLEDGE_BUDGET: Duration = Duration::from_secs(2);
+/// How long the drain may go on after its deadline, with whatever ran cut off: to hand back and to close.
+const CUT_GRACE: Duration = Duration::from_secs(1);
 const DATABASE_RETRY_MIN: Duration = Duration::from_millis(100);
 const DATABASE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// How often stream and consumer are looked at while running, and while waiting for the end of the work.
@@ -95,6 +97,8 @@ pub struct Worker {
     database: Database,
     /// Makes the job in hand stop at the next message.
     hurry: CancellationToken,
+    /// Ends the job in hand where it stands, undone.
+    cut: CancellationToken,
     view: Option<ConsumerView>,
     given_up: GivenUp,
     /// Messages that were handed back for a retry, by stream sequence, and when it is due.
@@ -174,6 +178,7 @@ impl Worker {
             job: None,
             database: Database::default(),
             hurry: CancellationToken::new(),
+            cut: CancellationToken::new(),
             view: None,
             given_up: GivenUp::default(),
             parked: HashMap::new(),
@@ -233,26 +238,36 @@ impl Worker {
         }
         let deadline = self.config.shutdown.timeout;
         let began = Instant::now();
-        let telemetry = self.telemetry.clone();
-        let drained = tokio::time::timeout(deadline, self.drain()).await;
+        let (telemetry, cut) = (self.telemetry.clone(), self.cut.clone());
+        let mut drain = pin!(self.drain());
+        let drained = match tokio::time::timeout(deadline, &mut drain).await {
+            Ok(drained) => drained,
+            Err(_) => {
+                // A handler that is cut off is no crash of its order, and what is held need not wait for `ack_wait`.
+                cut.cancel();
+                let rest = tokio::time::timeout(CUT_GRACE, drain).await;
+                rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline)))
+            }
+        };
         telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
-        drained.unwrap_or(Err(WorkerError::Deadline(deadline))).map(|()| ended)
+        drained.map(|()| ended)
     }
 
     /// Hands the next batch, or a step of upkeep, to a task of its own, if the last one is done.
     fn start_job(&mut self) {
         let now = Instant::now();
-        if self.database.retry_at.is_some_and(|at| at > now) {
+        if self.database.retry_at.is_some_and(|at| at > now) || self.cut.is_cancelled() {
             return;
         }
         let Some(mut inbox) = self.inbox.take() else { return };
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
         if !batch.is_empty() {
             inbox.max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
-            let hurry = self.hurry.clone();
+            let (hurry, cut) = (self.hurry.clone(), self.cut.clone());
             self.job = Some(tokio::spawn(async move {
                 let began = Instant::now();
-                let result = inbox.process(&batch, &hurry).await;
+                let processed = cut.run_until_cancelled(inbox.process(&batch, &hurry)).await;
+                let result = processed.unwrap_or_else(|| Ok(vec![None; batch.len()]));
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
             }));
         } else if self.view.is_some() && self.upkeep_due <= now {
@@ -621,7 +636,8 @@ impl Worker {
             inbox.close().await.map_err(WorkerError::Close)?;
         }
         let outcomes = self.telemetry.health.status().committed_messages;
-        tracing::info!(outcomes, handed_back = rest.len(), "drained");
+        let how = if self.cut.is_cancelled() { "cut off" } else { "drained" };
+        tracing::info!(outcomes, handed_back = rest.len(), "{how}");
         Ok(())
     }
 

@@ -165,6 +165,9 @@ fn hint(kind: CreateStreamErrorKind, subjects: &[String]) -> String {
         CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_SUBJECT_OVERLAP => {
             format!(" for {}, which another stream has; choose others with --subjects", subjects.join(", "))
         }
+        CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STORAGE_RESOURCES_EXCEEDED => {
+            ", which has no room for so much; choose less with --max-bytes".to_owned()
+        }
         _ => String::new(),
     }
 }

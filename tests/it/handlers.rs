@@ -498,6 +498,31 @@ async fn restarts_while_the_database_fails_are_no_crashes_of_the_order_that_wait
 }
 
 #[tokio::test]
+async fn runs_that_a_stop_cuts_off_are_no_crashes_of_their_order() {
+    let settings = [("retry.max_attempts", "2"), ("shutdown.timeout", "1s")];
+    let bench = Bench::new(patient_consumer_config(), &settings).await;
+    bench.broker.publish("plug").await;
+    bench.broker.publish("plain 2").await;
+    // From its third delivery on its start is on record.
+    bench.hand_back(&[1]).await;
+    bench.hand_back(&[1]).await;
+    let clerk = Clerk::new();
+    for run in 1..=4 {
+        let worker = bench.start(&clerk).await;
+        eventually("the plug runs", PATIENCE, async || at_least(clerk.runs_of("plug").len(), run)).await;
+        worker.cut_off().await;
+        bench.no_open_runs().await;
+    }
+    clerk.let_pass(1);
+    let worker = bench.start(&clerk).await;
+    // Nothing comes again by itself here: what was held at the deadline was handed back.
+    bench.broker.acknowledged(2).await;
+    bench.applied_once(2).await;
+    bench.no_failures().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn the_handler_gets_a_batch_in_stream_order_and_no_id_twice() {
     let bench = Bench::new(patient_consumer_config(), &[]).await;
     let repeated = || headers(&[("Nats-Msg-Id", "order-1")]);
@@ -784,6 +809,13 @@ impl Running {
         self.stop.cancel();
         let ended = tokio::time::timeout(PATIENCE, self.task).await.expect("the drain ends");
         ended.expect("the worker does not panic").expect("the worker drains");
+    }
+
+    /// Stops it, and asserts that its deadline passes before it has drained.
+    async fn cut_off(self) {
+        self.stop.cancel();
+        let ended = tokio::time::timeout(PATIENCE, self.task).await.expect("the deadline ends it");
+        assert!(matches!(ended.expect("the worker does not panic"), Err(WorkerError::Deadline(_))));
     }
 }
 
