@@ -9,6 +9,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::commands::audit::{AuditArgs, AuditError};
 use crate::commands::backup::{BackupArgs, BackupError};
+use crate::commands::check::Verdict;
 use crate::commands::completions::CompletionsArgs;
 use crate::commands::dead_letters::{DeadLettersCommand, DeadLettersError};
 use crate::commands::pause::PauseArgs;
@@ -54,7 +55,7 @@ enum Chosen {
 enum Command {
     /// Process orders until SIGTERM
     Run(RunArgs),
-    /// Look at settings, connection, consumer and database; exit 1 if one of them fails
+    /// Look at settings, connection, consumer and database; exit 1 if one of them fails, 2 if the server does not let us in
     Check,
     /// Print the effective settings and where each came from
     Config(ConfigArgs),
@@ -168,7 +169,10 @@ async fn dispatch(
                 }
             }
         }
-        Command::Check => answer(check::run(&settings, &mut out).await),
+        Command::Check => match check::run(&settings, &mut out).await {
+            Ok(Verdict::LockedOut) => ExitCode::from(OPERATOR),
+            verdict => answer(verdict.map(|verdict| verdict == Verdict::Good)),
+        },
         Command::Config(args) => answer(config::run(&loaded, args.json, &mut out).map(|()| true)),
         Command::Setup(args) => match setup::setup(&settings, args, &mut out).await {
             Ok(()) => ExitCode::SUCCESS,

@@ -74,6 +74,12 @@ impl fmt::Debug for Nats {
     }
 }
 
+/// Whether a file with this mode is open to users who are neither its owner nor in its group. The group may read: that is how
+/// container platforms hand secrets on.
+pub fn is_for_everybody(mode: u32) -> bool {
+    mode & 0o006 != 0
+}
+
 /// The one way to log in. Secrets stay in their files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Auth {
@@ -96,11 +102,20 @@ pub enum Auth {
 }
 
 /// PEM files. The certificate and the key are both set, or neither.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tls {
     pub ca_file: Option<PathBuf>,
     pub cert_file: Option<PathBuf>,
     pub key_file: Option<PathBuf>,
+    /// The TLS handshake comes before the server has said anything.
+    pub handshake_first: bool,
+}
+
+impl Tls {
+    /// Whoever sets one of these means TLS: a password must not go out in the clear because the server offers no more.
+    pub fn is_wanted(&self) -> bool {
+        self.handshake_first || self.ca_file.is_some() || self.cert_file.is_some()
+    }
 }
 
 /// What to bind to. Both names are legal JetStream names.
@@ -241,7 +256,7 @@ const FILE: &str = "the path of a file";
 const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
 
 /// Every key, in the order of `config/default.toml`: a test compares the two.
-const SETTINGS: [Known; 24] = [
+const SETTINGS: [Known; 25] = [
     known("nats.url", SERVERS),
     known("nats.credentials_file", FILE),
     known("nats.nkey_file", FILE),
@@ -251,6 +266,7 @@ const SETTINGS: [Known; 24] = [
     known("nats.tls.ca_file", FILE),
     known("nats.tls.cert_file", FILE),
     known("nats.tls.key_file", FILE),
+    known("nats.tls.handshake_first", "true or false"),
     known("consumer.stream", NAME),
     known("consumer.name", NAME),
     known("batch.max_messages", "a whole number from 1 to 10000"),

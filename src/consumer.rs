@@ -33,6 +33,7 @@ use given_up::Advised;
 use position::{Look, Notice, Positions};
 
 pub mod connection;
+pub mod files;
 pub mod gate;
 mod given_up;
 mod position;
@@ -223,8 +224,9 @@ impl BindError {
     fn is_for_the_operator(&self) -> bool {
         match self {
             Self::Refused(_) => true,
-            Self::Connect(error) => error.is_about_settings(),
-            Self::NoStream { .. }
+            // `run` has looked at the files before; what is wrong with them now, or with the login, is a rotation in the middle.
+            Self::Connect(_)
+            | Self::NoStream { .. }
             | Self::NoConsumer { .. }
             | Self::NoJetStream
             | Self::NoAnswer { .. }

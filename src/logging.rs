@@ -67,8 +67,13 @@ pub struct LevelError {
     pub part: String,
 }
 
-/// Crates that tell more at `info` than an operator of this daemon wants to read.
-const QUIET: [&str; 2] = ["async_nats", "sqlx"];
+/// Crates that tell more at `info` than an operator of this daemon wants to read, and what is left of them. What the connector
+/// complains of at each attempt comes to us as an error or an event as well, and we say it once.
+const QUIET: [(&str, &str, LevelFilter); 3] = [
+    ("async_nats", "async_nats", LevelFilter::WARN),
+    ("async_nats", "async_nats::connector", LevelFilter::OFF),
+    ("sqlx", "sqlx", LevelFilter::WARN),
+];
 
 /// Reads `info` or `info,order_processor::worker=debug`. `async_nats` and `sqlx` say at most warnings unless they are
 /// named.
@@ -87,9 +92,10 @@ pub fn parse_level(level: &str) -> Result<Targets, LevelError> {
             Some(_) => return Err(refused()),
         }
     }
-    for quiet in QUIET {
-        if !targets.iter().any(|(target, _)| target.starts_with(quiet)) {
-            targets = targets.with_target(quiet, default.min(LevelFilter::WARN));
+    let named: Vec<String> = targets.iter().map(|(target, _)| target.to_owned()).collect();
+    for (library, target, most) in QUIET {
+        if !named.iter().any(|named| named.starts_with(library)) {
+            targets = targets.with_target(target, default.min(most));
         }
     }
     Ok(targets.with_default(default))
@@ -214,8 +220,9 @@ mod tests {
     fn the_level_holds_for_us_and_the_client_libraries_stay_at_warnings() {
         let targets = parse_level("debug").unwrap();
         assert!(targets.would_enable("order_processor::worker", &Level::DEBUG));
-        assert!(targets.would_enable("async_nats::connector", &Level::WARN));
-        assert!(!targets.would_enable("async_nats::connector", &Level::INFO));
+        assert!(targets.would_enable("async_nats::client", &Level::WARN));
+        assert!(!targets.would_enable("async_nats::client", &Level::INFO));
+        assert!(!targets.would_enable("async_nats::connector", &Level::ERROR), "it comes as an event as well");
         assert!(!targets.would_enable("sqlx::query", &Level::INFO));
     }
 
@@ -225,6 +232,7 @@ mod tests {
         assert!(targets.would_enable("sqlx::query", &Level::DEBUG));
         assert!(!targets.would_enable("async_nats", &Level::INFO));
         assert!(!targets.would_enable("order_processor", &Level::DEBUG));
+        assert!(parse_level("info,async_nats=debug").unwrap().would_enable("async_nats::connector", &Level::DEBUG));
     }
 
     #[test]

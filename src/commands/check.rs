@@ -9,9 +9,19 @@ use crate::errors::chain;
 use crate::pause;
 use crate::store::sqlite;
 
-/// Prints one line for each thing looked at. `false` if one of them fails.
-pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
+/// What came of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Good,
+    Failed,
+    /// The settings, or the files that they name, do not open the door.
+    LockedOut,
+}
+
+/// Prints one line for each thing looked at.
+pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
     let mut all_good = true;
+    let mut locked_out = false;
     let mut say = |good: bool, what: &str, text: &str| {
         all_good &= good;
         writeln!(out, "{:<5} {what:<11} {text}", if good { "ok" } else { "FAIL" })
@@ -40,6 +50,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
             }
         }
         Err(error) => {
+            locked_out = error.is_about_settings();
             say(false, "connection", &chain(&error))?;
             say(false, "consumer", "not looked at without a connection")?;
         }
@@ -54,5 +65,9 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<bool> {
         Ok(None) => {}
         Err(error) => say(false, "pause", &error.to_string())?,
     }
-    Ok(all_good)
+    Ok(match (locked_out, all_good) {
+        (true, _) => Verdict::LockedOut,
+        (false, false) => Verdict::Failed,
+        (false, true) => Verdict::Good,
+    })
 }

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
-use crate::consumer::connection::{self, ConnectError};
+use crate::consumer::files::{self, FileError};
 use crate::consumer::{Consumer, Event, Room};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -40,7 +40,7 @@ pub enum RunError {
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error(transparent)]
-    Files(#[from] ConnectError),
+    Files(#[from] FileError),
     #[error("cannot listen for signals")]
     Signals(#[source] std::io::Error),
     #[error(transparent)]
@@ -64,7 +64,7 @@ pub async fn run(
     shutdown::listen(stop.clone(), move || reload_level(&reload, file.as_deref())).map_err(RunError::Signals)?;
     let telemetry = Arc::new(Telemetry::new());
     // Before anything is created: a missing secret is for the operator to put there.
-    connection::require_files(&config.nats).await?;
+    files::check(&config.nats).await?;
     let listener = http::bind(config.http.listen).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), http = %config.http.listen, "starting");
 

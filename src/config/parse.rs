@@ -41,6 +41,16 @@ pub fn path(value: &Value) -> Result<PathBuf, String> {
     text(value).map(PathBuf::from)
 }
 
+/// Variables are text by nature; in the file a truth value is written as one.
+pub fn yes_or_no(value: &Value) -> Result<bool, String> {
+    match &value.kind {
+        ValueKind::Boolean(value) => Ok(*value),
+        ValueKind::String(_) if !from_environment(value) => Err("is text; write it without quotes".to_owned()),
+        ValueKind::String(_) => text(value)?.parse().map_err(|_| "is neither true nor false".to_owned()),
+        _ => Err("is neither true nor false".to_owned()),
+    }
+}
+
 /// Never rounds: 2.6 is an error. Variables are text by nature; in the file a number is written as one.
 pub fn whole_number(value: &Value, range: RangeInclusive<u32>) -> Result<u32, String> {
     let number = match &value.kind {

@@ -1,16 +1,17 @@
 //! From merged values to checked settings, with every problem on the way.
 
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use ::config::{Value, ValueKind};
 
 use super::parse::{
     byte_size, database, duration, jetstream_name, json_pointer, log_level, path, redact, secs, servers,
-    socket_address, text, whole_number,
+    socket_address, text, whole_number, yes_or_no,
 };
 use super::{
     Auth, Batch, Config, Consumer, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict, Retention, Retry, SETTINGS,
-    Setting, Shutdown, Tls,
+    Setting, Shutdown, Tls, is_for_everybody,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -39,7 +40,11 @@ pub fn read_config(reader: &mut Reader) -> Result<Config, Refused> {
 
 fn read_nats(reader: &mut Reader) -> Result<Nats, Refused> {
     let url = reader.required("nats.url", servers);
-    let auth = read_auth(reader, url.as_ref().is_ok_and(|url| url.contains('@')));
+    let user_in_url = url.as_ref().is_ok_and(|url| url.contains('@'));
+    let auth = read_auth(reader, user_in_url);
+    if user_in_url {
+        reader.keep_to_ourselves("nats.url")?;
+    }
     let tls = read_tls(reader);
     Ok(Nats { url: url?, auth: auth?, tls: tls? })
 }
@@ -72,7 +77,8 @@ fn read_tls(reader: &mut Reader) -> Result<Tls, Refused> {
     let ca_file = reader.optional("nats.tls.ca_file", path);
     let cert_file = reader.optional("nats.tls.cert_file", path);
     let key_file = reader.optional("nats.tls.key_file", path);
-    let tls = Tls { ca_file: ca_file?, cert_file: cert_file?, key_file: key_file? };
+    let handshake_first = reader.required("nats.tls.handshake_first", yes_or_no);
+    let tls = Tls { ca_file: ca_file?, cert_file: cert_file?, key_file: key_file?, handshake_first: handshake_first? };
     match (&tls.cert_file, &tls.key_file) {
         (Some(_), None) => reader.refuse("nats.tls.cert_file", "is set without nats.tls.key_file"),
         (None, Some(_)) => reader.refuse("nats.tls.key_file", "is set without nats.tls.cert_file"),
@@ -188,6 +194,16 @@ impl Reader {
             set.join(", ")
         ));
         Err(Refused)
+    }
+
+    /// A secret in a file that every user of the machine can read is none.
+    fn keep_to_ourselves(&mut self, key: &'static str) -> Result<(), Refused> {
+        let source = self.source(key);
+        let Some(file) = source.strip_prefix("file ") else { return Ok(()) };
+        if std::fs::metadata(file).is_ok_and(|metadata| is_for_everybody(metadata.permissions().mode())) {
+            return self.refuse(key, "holds a secret in a file that every user may read; `chmod o= FILE` that file");
+        }
+        Ok(())
     }
 
     fn source(&self, key: &str) -> String {

@@ -1,12 +1,13 @@
 //! One connection to the server: options, credentials, and what its events mean for health and metrics.
 
-use std::path::Path;
+use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::{Client, ConnectOptions, Event, ServerError};
+use async_nats::{AuthError, Client, ConnectErrorKind, ConnectOptions, Event, Server, ServerError, rustls};
 use percent_encoding::percent_decode_str;
 
+use super::files::{self, FileError};
 use super::given_up::ADVISORY_PREFIX;
 use crate::config::{Auth, Nats};
 use crate::metrics::NatsErrorKind;
@@ -23,42 +24,43 @@ const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    #[error("cannot read {}, the value of {setting}", path.display())]
-    File {
-        setting: &'static str,
-        path: std::path::PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("credentials in {} are not valid", path.display())]
-    Credentials {
-        path: std::path::PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
-    /// The client's own text carries its source.
-    #[error("cannot connect to {servers}: {error}")]
-    Server { servers: String, error: async_nats::ConnectError },
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Somebody said no: the server to our login or certificate, or we to the server's certificate.
+    #[error("cannot connect to {servers}: {cause}")]
+    Refused { servers: String, cause: String },
+    #[error("cannot connect to {servers}: {cause}")]
+    Server { servers: String, cause: String },
 }
 
 impl ConnectError {
-    /// Whether a file that the settings name is missing or unusable: nothing that waiting would mend.
+    /// Whether the settings, or the files that they name, do not open the door. Waiting does not mend that; a rotation may.
     pub fn is_about_settings(&self) -> bool {
         match self {
-            Self::File { .. } | Self::Credentials { .. } => true,
+            Self::File(_) | Self::Refused { .. } => true,
             Self::Server { .. } => false,
         }
     }
 }
 
-/// Connects once. Afterwards the client reconnects by itself, for ever.
+/// Connects once. Afterwards the client reconnects by itself, for ever, with what the files say by then.
 ///
 /// `telemetry` hears of every connect and disconnect; commands that only ask a question pass `None`.
 pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<Client, ConnectError> {
-    // The client reads the TLS files itself, but does not say which one it could not read.
-    require_files(nats).await?;
-    let mut options = authenticate(ConnectOptions::new(), nats)
-        .await?
+    files::check(nats).await?;
+    let quiet = telemetry.is_none();
+    let (settings, heard, attempts) =
+        (nats.auth.clone(), telemetry.clone(), telemetry.map(|told| (told, Arc::new(nats.clone()))));
+    let mut options = match (&nats.auth, user_in_url(&nats.url)) {
+        (Auth::None, Some((user, Some(password)))) => ConnectOptions::with_user_and_password(user, password),
+        (Auth::None, Some((token, None))) => ConnectOptions::with_token(token),
+        // Called at each connect.
+        _ => ConnectOptions::with_auth_callback(move |nonce| {
+            let settings = settings.clone();
+            async move { files::log_in(&settings, &nonce).await.map_err(AuthError::new) }
+        }),
+    };
+    options = options
         .name("order-processor")
         .custom_inbox_prefix(INBOX_PREFIX)
         .connection_timeout(CONNECT_TIMEOUT)
@@ -67,80 +69,120 @@ pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<C
         .max_reconnects(None)
         .reconnect_delay_callback(reconnect_delay)
         // The daemon's subjects are the server's own reply subjects and names that the settings have checked.
-        .skip_subject_validation(telemetry.is_some())
+        .skip_subject_validation(!quiet)
+        .require_tls(nats.tls.is_wanted())
         .event_callback(move |event| {
-            if let Some(telemetry) = &telemetry {
+            if let Some(telemetry) = &heard {
                 note(telemetry, &event);
             }
             std::future::ready(())
+        })
+        .reconnect_to_server_callback(move |servers, _| {
+            let attempts = attempts.clone();
+            async move {
+                if let Some((telemetry, nats)) = attempts {
+                    note_attempts(&telemetry, &nats, &servers).await;
+                }
+                None
+            }
         });
+    if nats.tls.handshake_first {
+        options = options.tls_first();
+    }
+    // The client reads these anew at each connect.
     if let Some(ca) = &nats.tls.ca_file {
         options = options.add_root_certificates(ca.clone());
     }
     if let (Some(cert), Some(key)) = (&nats.tls.cert_file, &nats.tls.key_file) {
         options = options.add_client_certificate(cert.clone(), key.clone());
     }
-    let servers: Vec<&str> = nats.url.split(',').map(str::trim).collect();
-    options.connect(servers).await.map_err(|error| ConnectError::Server { servers: nats.redacted_url(), error })
-}
-
-/// Whether every file that the settings name can be read.
-///
-/// # Errors
-/// [`ConnectError::File`] for the first that cannot.
-pub async fn require_files(nats: &Nats) -> Result<(), ConnectError> {
-    for (setting, path) in files(nats) {
-        let opened = tokio::fs::File::open(path).await;
-        opened.map_err(|source| ConnectError::File { setting, path: path.to_owned(), source })?;
+    match options.connect(servers(&nats.url)).await {
+        Ok(client) => Ok(client),
+        Err(error) => {
+            let (servers, cause) = (nats.redacted_url(), why(nats, &error.to_string()).await);
+            Err(if is_refusal(&error) {
+                ConnectError::Refused { servers, cause }
+            } else {
+                ConnectError::Server { servers, cause }
+            })
+        }
     }
-    Ok(())
 }
 
-fn files(nats: &Nats) -> Vec<(&'static str, &Path)> {
-    let mut files: Vec<(&str, &Path)> = match &nats.auth {
-        Auth::None => Vec::new(),
-        Auth::UserPassword { password_file, .. } => vec![("nats.password_file", password_file)],
-        Auth::Token { token_file } => vec![("nats.token_file", token_file)],
-        Auth::Nkey { nkey_file } => vec![("nats.nkey_file", nkey_file)],
-        Auth::Credentials { credentials_file } => vec![("nats.credentials_file", credentials_file)],
+/// The addresses alone: the client writes them whole into its debug log.
+fn servers(url: &str) -> Vec<String> {
+    let without_user = |server: &str| match (server.split_once("://"), server.rsplit_once('@')) {
+        (Some((scheme, _)), Some((_, host))) => format!("{scheme}://{host}"),
+        _ => server.to_owned(),
     };
-    let tls = [
-        ("nats.tls.ca_file", &nats.tls.ca_file),
-        ("nats.tls.cert_file", &nats.tls.cert_file),
-        ("nats.tls.key_file", &nats.tls.key_file),
-    ];
-    files.extend(tls.into_iter().filter_map(|(setting, path)| Some((setting, path.as_deref()?))));
-    files
+    url.split(',').map(str::trim).map(without_user).collect()
 }
 
-async fn authenticate(options: ConnectOptions, nats: &Nats) -> Result<ConnectOptions, ConnectError> {
-    Ok(match &nats.auth {
-        // The client parses a user in the URL and then logs in without it (async-nats 0.51).
-        Auth::None => match user_in_url(&nats.url) {
-            Some((user, Some(password))) => options.user_and_password(user, password),
-            Some((token, None)) => options.token(token),
-            None => options,
-        },
+fn is_refusal(error: &async_nats::ConnectError) -> bool {
+    match error.kind() {
+        ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication | ConnectErrorKind::Tls => true,
+        ConnectErrorKind::Io => {
+            let io = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+            io.and_then(std::io::Error::get_ref).is_some_and(<dyn std::error::Error + Send + Sync>::is::<rustls::Error>)
+        }
+        ConnectErrorKind::ServerParse
+        | ConnectErrorKind::Dns
+        | ConnectErrorKind::TimedOut
+        | ConnectErrorKind::MaxReconnects => false,
+    }
+}
+
+/// What the client says of a failed connect, in terms of the settings.
+async fn why(nats: &Nats, said: &str) -> String {
+    // What it says of files does not name them.
+    if let Err(error) = files::check(nats).await {
+        return error.to_string();
+    }
+    if said.contains("authorization violation") {
+        let expired = match files::expired_at(&nats.auth).await {
+            Some(at) => format!("; its JWT expired at {}", humantime::format_rfc3339_seconds(at)),
+            None => String::new(),
+        };
+        return format!("the server refuses {} (authorization violation){expired}", way_in(nats));
+    }
+    if let Some((_, alert)) = said.split_once("received fatal alert: ") {
+        return match &nats.tls.cert_file {
+            Some(cert) => format!("the server refuses the certificate in {} ({alert})", cert.display()),
+            None => format!("the server refuses us without a client certificate ({alert}); set nats.tls.cert_file"),
+        };
+    }
+    if let Some((_, wrong)) = said.split_once("invalid peer certificate: ") {
+        let trusted = match &nats.tls.ca_file {
+            Some(ca) => format!("the authorities in {}", ca.display()),
+            None => "the authorities of this system, since nats.tls.ca_file is not set".to_owned(),
+        };
+        return format!("the server's certificate is not valid ({wrong}) to {trusted}");
+    }
+    let hint = if said.contains("InvalidContentType") {
+        "; the server does not speak TLS here"
+    } else if !nats.tls.handshake_first && (said.contains("timed out") || said.contains("expected INFO")) {
+        "; a server that waits for the TLS handshake needs nats.tls.handshake_first"
+    } else {
+        ""
+    };
+    format!("{said}{hint}")
+}
+
+fn way_in(nats: &Nats) -> String {
+    let login = match &nats.auth {
+        Auth::None if nats.url.contains('@') => "the user in nats.url".to_owned(),
+        Auth::None => "us without a login".to_owned(),
         Auth::UserPassword { user, password_file } => {
-            options.user_and_password(user.clone(), secret("nats.password_file", password_file).await?)
+            format!("user {user} with the password in {}", password_file.display())
         }
-        Auth::Token { token_file } => options.token(secret("nats.token_file", token_file).await?),
-        Auth::Nkey { nkey_file } => {
-            let seed = secret("nats.nkey_file", nkey_file).await?;
-            // The client looks at it only while it connects, and takes what it finds for a server that may let us in later.
-            nkeys::KeyPair::from_seed(&seed).map_err(|error| ConnectError::Credentials {
-                path: nkey_file.clone(),
-                source: std::io::Error::new(std::io::ErrorKind::InvalidData, error),
-            })?;
-            options.nkey(seed)
-        }
-        Auth::Credentials { credentials_file } => {
-            let text = secret("nats.credentials_file", credentials_file).await?;
-            options
-                .credentials(&text)
-                .map_err(|source| ConnectError::Credentials { path: credentials_file.clone(), source })?
-        }
-    })
+        Auth::Token { token_file } => format!("the token in {}", token_file.display()),
+        Auth::Nkey { nkey_file } => format!("the NKey in {}", nkey_file.display()),
+        Auth::Credentials { credentials_file } => format!("the credentials in {}", credentials_file.display()),
+    };
+    match &nats.tls.cert_file {
+        Some(cert) => format!("{login} and the certificate in {}", cert.display()),
+        None => login,
+    }
 }
 
 /// The first user and password in the list of servers; a name alone is a token, as everywhere with NATS.
@@ -151,16 +193,6 @@ fn user_in_url(servers: &str) -> Option<(String, Option<String>)> {
     })
 }
 
-/// The content of a secret file without the line end that editors leave behind.
-async fn secret(setting: &'static str, path: &Path) -> Result<String, ConnectError> {
-    let text = tokio::fs::read_to_string(path).await.map_err(|source| ConnectError::File {
-        setting,
-        path: path.to_owned(),
-        source,
-    })?;
-    Ok(text.trim_end_matches(['\r', '\n']).to_owned())
-}
-
 /// 100 ms and up to twice as much each time, so that many workers do not come back in step.
 fn reconnect_delay(attempts: usize) -> Duration {
     if attempts <= 1 {
@@ -168,6 +200,22 @@ fn reconnect_delay(attempts: usize) -> Duration {
     }
     let doubled = Duration::from_millis(100) * (1 << (attempts - 2).min(5));
     doubled.min(RECONNECT_DELAY_MAX).mul_f64(0.5 + fastrand::f64() / 2.0)
+}
+
+/// Called before each attempt to connect. The events tell that one failed, and not why; the list of servers does.
+async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &[Server]) {
+    let mut errors: Vec<&str> = servers.iter().filter_map(|server| server.last_error.as_deref()).collect();
+    if errors.len() < servers.len() {
+        // The one that we were connected to has not been tried yet.
+        return;
+    }
+    errors.sort_unstable();
+    errors.dedup();
+    let cause = format!("cannot connect to {}: {}", nats.redacted_url(), why(nats, &errors.join("; ")).await);
+    if telemetry.is_news(&cause) {
+        tracing::warn!(%cause, "not connected, trying again");
+    }
+    telemetry.connected(Err(cause));
 }
 
 /// Events are best effort, the client drops them when many come at once: they inform, nothing depends on one.
@@ -217,9 +265,8 @@ fn note(telemetry: &Telemetry, event: &Event) {
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Server, 1);
         }
         Event::ClientError(error) => {
-            if telemetry.is_news(&error.to_string()) {
-                tracing::warn!(%error, "the client reports an error");
-            }
+            // Of nothing but failed attempts to reconnect; `note_attempts` knows more of them.
+            tracing::debug!(%error, "the client reports an error");
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Client, 1);
         }
     }

@@ -186,16 +186,6 @@ async fn a_taken_http_port_is_refused() {
 }
 
 #[tokio::test]
-async fn an_nkey_file_that_holds_no_seed_is_refused_and_not_shown() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
-    let file = spec.folder().join("worker.nk");
-    std::fs::write(&file, "SUALMOSTASEED\n").unwrap();
-    let spec = spec.set("nats.nkey_file", file);
-    let finished = refused(&spec, &["worker.nk", "not valid"]).await;
-    assert!(!finished.stderr.contains("SUALMOSTASEED"), "{finished:?}");
-}
-
-#[tokio::test]
 async fn a_database_in_a_missing_folder_is_refused() {
     let spec = DaemonSpec::new("nats://127.0.0.1:9");
     let folder = spec.folder().join("missing");

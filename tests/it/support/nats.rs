@@ -103,6 +103,13 @@ impl NatsServer {
         signal(self.child.id(), "HUP");
     }
 
+    /// Stops it and starts it again with another configuration.
+    pub async fn reconfigure(&mut self, config: impl Into<String>) {
+        self.spec.config = config.into();
+        self.stop().await;
+        self.restart().await;
+    }
+
     async fn wait_until_listening(&mut self) -> u16 {
         // Named after the server's own file name, whatever that is on this machine.
         let program = binary().file_name().unwrap_or_default().display();

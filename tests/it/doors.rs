@@ -1,0 +1,403 @@
+//! Locked doors: every way in, wrong keys, keys that are replaced, and the least that a daemon must be allowed.
+
+use std::path::PathBuf;
+
+use async_nats::ConnectOptions;
+use nkeys::KeyPair as Nkey;
+use tempfile::TempDir;
+
+use crate::support::keys::{Authority, Operator, secret, set_mode};
+use crate::support::nats::{consumer_config, stream_config};
+use crate::support::{Broker, DaemonSpec, NatsServer, ServerSpec};
+
+const ADMIN: &str = "{user: admin, password: admin}";
+
+async fn server(config: impl Into<String>) -> NatsServer {
+    NatsServer::with(ServerSpec { config: config.into(), ..Default::default() }).await
+}
+
+/// `authorization` with the test's own user and another one.
+fn users(another: &str) -> String {
+    format!("authorization {{ users: [ {ADMIN}, {another} ] }}\n")
+}
+
+async fn admin(server: &NatsServer) -> Broker {
+    Broker::connect_with(server, ConnectOptions::with_user_and_password("admin".into(), "admin".into())).await
+}
+
+/// The stream and the consumer of the story, with one order in it.
+async fn story(broker: &Broker) {
+    broker.create(stream_config(), consumer_config()).await;
+    broker.publish("Order Data 1").await;
+}
+
+/// `check` says yes, and the daemon binds and processes.
+async fn let_in(spec: &DaemonSpec, broker: &Broker) {
+    let checked = spec.run_ok(&["check"]).await;
+    assert!(!checked.stdout.contains("FAIL"), "{checked:?}");
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish("Order Data 2").await;
+    broker.acknowledged(2).await;
+    worker.drain().await;
+    spec.db().applied_once(2).await;
+}
+
+/// One line says what was refused, and `check` ends with 2; the daemon goes on trying, not ready for the same reason.
+async fn locked_out(spec: &DaemonSpec, words: &[&str]) {
+    let checked = spec.run(&["check"]).await;
+    assert_eq!(checked.code, Some(2), "{checked:?}");
+    let lines: Vec<&str> = checked.stdout.lines().filter(|line| line.starts_with("FAIL  connection")).collect();
+    assert_eq!(lines.len(), 1, "{checked:?}");
+    assert_eq!(checked.stderr, "", "one clear line");
+    for word in words {
+        assert!(lines[0].contains(word), "no {word:?} in {}", lines[0]);
+    }
+    let mut worker = spec.start();
+    for word in words {
+        worker.not_ready(word).await;
+    }
+    worker.logged(&["WARN", "trying again"]).await;
+    assert_eq!(worker.get("/livez").await.0, 200);
+    let log = worker.log();
+    let complaints: Vec<&str> = log.lines().filter(|line| line.contains("WARN") || line.contains("ERROR")).collect();
+    assert_eq!(complaints.len(), 1, "one clear line: {complaints:?}");
+    worker.drain().await;
+}
+
+/// The daemon does not start with this, and says so in one line.
+async fn refused(spec: &DaemonSpec, words: &[&str]) {
+    for command in ["run", "check"] {
+        let finished = spec.run(&[command]).await;
+        assert_eq!(finished.code, Some(2), "{finished:?}");
+        let complaints = match command {
+            "run" => finished.complaints(),
+            _ => finished.stdout.lines().filter(|line| line.starts_with("FAIL  conn")).map(str::to_owned).collect(),
+        };
+        assert_eq!(complaints.len(), 1, "one clear line: {finished:?}");
+        for word in words {
+            assert!(complaints[0].contains(word), "no {word:?} in {complaints:?}");
+        }
+    }
+    assert!(!spec.database().exists(), "nothing is created");
+}
+
+impl DaemonSpec {
+    /// A setting whose value is a file with this content, for its owner alone.
+    fn with_secret(self, key: &str, text: &str) -> Self {
+        let file = secret(self.folder().join(key), text);
+        self.set(key, file)
+    }
+
+    fn secret_file(&self, key: &str) -> PathBuf {
+        self.folder().join(key)
+    }
+}
+
+#[tokio::test]
+async fn user_and_password() {
+    let server = server(users("{user: worker, password: \"right one\"}")).await;
+    let broker = admin(&server).await;
+    story(&broker).await;
+    locked_out(&DaemonSpec::new(server.url()), &["refuses us without a login"]).await;
+    let spec =
+        DaemonSpec::new(server.url()).set("nats.user", "worker").with_secret("nats.password_file", "wrong one\n");
+    locked_out(&spec, &["refuses user worker with the password in", "nats.password_file"]).await;
+    let in_url = |password: &str| server.url().replace("nats://", &format!("nats://worker:{password}@"));
+    locked_out(&DaemonSpec::new(in_url("wrong")), &["refuses the user in nats.url", "nats://***@127.0.0.1"]).await;
+
+    secret(spec.secret_file("nats.password_file"), "right one\n");
+    let_in(&spec, &broker).await;
+    let spec = DaemonSpec::new(in_url("right%20one"));
+    spec.run_ok(&["check"]).await;
+}
+
+#[tokio::test]
+async fn a_token() {
+    let server = server("authorization { token: \"right one\" }\n").await;
+    let broker = Broker::connect_with(&server, ConnectOptions::with_token("right one".into())).await;
+    story(&broker).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.token_file", "wrong one");
+    locked_out(&spec, &["refuses the token in", "nats.token_file"]).await;
+    secret(spec.secret_file("nats.token_file"), "right one\r\n");
+    let_in(&spec, &broker).await;
+}
+
+#[tokio::test]
+async fn an_nkey() {
+    let (ours, other) = (Nkey::new_user(), Nkey::new_user());
+    let server = server(users(&format!("{{nkey: {}}}", ours.public_key()))).await;
+    let broker = admin(&server).await;
+    story(&broker).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.nkey_file", &other.seed().unwrap());
+    locked_out(&spec, &["refuses the NKey in", "nats.nkey_file"]).await;
+    secret(spec.secret_file("nats.nkey_file"), &ours.seed().unwrap());
+    let_in(&spec, &broker).await;
+}
+
+#[tokio::test]
+async fn a_credentials_file() {
+    let operator = Operator::new();
+    let server = server(operator.config()).await;
+    let options = ConnectOptions::with_credentials(&operator.user(None)).unwrap();
+    let broker = Broker::connect_with(&server, options).await;
+    story(&broker).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.credentials_file", &Operator::new().user(None));
+    locked_out(&spec, &["refuses the credentials in", "nats.credentials_file (authorization violation)"]).await;
+    secret(spec.secret_file("nats.credentials_file"), &operator.user(Some(-60)));
+    locked_out(&spec, &["refuses the credentials in", "its JWT expired at 20"]).await;
+    secret(spec.secret_file("nats.credentials_file"), &operator.user(None));
+    let_in(&spec, &broker).await;
+}
+
+/// A server's configuration: its certificate, and more lines in the same block.
+fn tls(authority: &Authority, clients: &Authority, until: i32, more: &str) -> String {
+    let server = authority.issue("server", until);
+    let (cert, key, ca) = (server.cert.display(), server.key.display(), clients.ca());
+    format!(
+        "tls {{\n  cert_file: {cert:?}\n  key_file: {key:?}\n  ca_file: {ca:?}\n  {more}\n}}\n",
+        cert = cert.to_string(),
+        key = key.to_string()
+    )
+}
+
+async fn through_tls(server: &NatsServer, authority: &Authority) -> Broker {
+    let client = authority.issue("admin", 4000);
+    let options =
+        ConnectOptions::new().add_root_certificates(authority.ca()).add_client_certificate(client.cert, client.key);
+    Broker::connect_with(server, options.require_tls(true)).await
+}
+
+#[tokio::test]
+async fn tls_with_an_authority_of_our_own() {
+    let folder = TempDir::new().unwrap();
+    let (ours, other) = (Authority::new(folder.path(), "ours"), Authority::new(folder.path(), "other"));
+    let mut server = server(tls(&ours, &ours, 4000, "")).await;
+    let broker = through_tls(&server, &ours).await;
+    story(&broker).await;
+    locked_out(&DaemonSpec::new(server.url()), &["certificate", "UnknownIssuer"]).await;
+    locked_out(&DaemonSpec::new(server.url()).set("nats.tls.ca_file", other.ca()), &["certificate", "UnknownIssuer"])
+        .await;
+    let spec = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
+    let_in(&spec, &broker).await;
+    let spec = DaemonSpec::new(server.url().replace("nats://", "tls://")).set("nats.tls.ca_file", ours.ca());
+    spec.run_ok(&["check"]).await;
+
+    server.reconfigure(tls(&ours, &ours, 2020, "")).await;
+    locked_out(&spec, &["certificate", "expired"]).await;
+}
+
+#[tokio::test]
+async fn a_password_never_goes_to_a_server_without_tls_where_tls_is_configured() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let server = server(users("{user: worker, password: secret}")).await;
+    let spec = DaemonSpec::new(server.url()).set("nats.user", "worker").with_secret("nats.password_file", "secret");
+    spec.run(&["check"]).await;
+    let insisting = spec.set("nats.tls.ca_file", ours.ca());
+    locked_out(&insisting, &["the server does not speak TLS here"]).await;
+}
+
+#[tokio::test]
+async fn tls_first() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let mut server = server(tls(&ours, &ours, 4000, "handshake_first: true")).await;
+    let options = ConnectOptions::new().add_root_certificates(ours.ca()).tls_first();
+    let broker = Broker::connect_with(&server, options).await;
+    story(&broker).await;
+    let spec = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
+    let waiting = spec.run(&["check"]).await;
+    assert_eq!(waiting.code, Some(1), "it may as well be a slow server: {waiting:?}");
+    assert!(waiting.stdout.contains("needs nats.tls.handshake_first"), "{waiting:?}");
+    let spec = spec.set("nats.tls.handshake_first", "true");
+    let_in(&spec, &broker).await;
+
+    server.reconfigure(tls(&ours, &ours, 4000, "")).await;
+    locked_out(&spec, &["the server does not speak TLS here"]).await;
+}
+
+#[tokio::test]
+async fn mutual_tls() {
+    let folder = TempDir::new().unwrap();
+    let (ours, other) = (Authority::new(folder.path(), "ours"), Authority::new(folder.path(), "other"));
+    let server = server(tls(&ours, &ours, 4000, "verify: true")).await;
+    let broker = through_tls(&server, &ours).await;
+    story(&broker).await;
+    let without = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
+    locked_out(&without, &["refuses us without a client certificate (CertificateRequired)"]).await;
+    for wrong in [other.issue("client", 4000), ours.issue("expired", 2020)] {
+        let spec = DaemonSpec::new(server.url())
+            .set("nats.tls.ca_file", ours.ca())
+            .set("nats.tls.cert_file", wrong.cert)
+            .set("nats.tls.key_file", wrong.key);
+        locked_out(&spec, &["refuses the certificate in"]).await;
+    }
+    let client = ours.issue("client", 4000);
+    let spec = without.set("nats.tls.cert_file", client.cert).set("nats.tls.key_file", client.key);
+    let_in(&spec, &broker).await;
+}
+
+/// A daemon at work, whose server then takes other keys only: it says so, and goes on once the file is replaced.
+async fn rotation(
+    server: &mut NatsServer,
+    spec: &DaemonSpec,
+    broker: Broker,
+    config: String,
+    options: ConnectOptions,
+    replace: impl FnOnce(),
+) {
+    story(&broker).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.acknowledged(1).await;
+    server.reconfigure(config).await;
+    worker.not_ready("the server refuses").await;
+    worker.logged(&["WARN", "the server refuses"]).await;
+    replace();
+    worker.ready().await;
+    let broker = Broker::connect_with(server, options).await;
+    broker.publish("Order Data 2").await;
+    broker.acknowledged(2).await;
+    spec.db().applied_once(2).await;
+    worker.drain().await;
+}
+
+fn as_admin() -> ConnectOptions {
+    ConnectOptions::with_user_and_password("admin".into(), "admin".into())
+}
+
+#[tokio::test]
+async fn a_new_password_counts_from_the_next_connect_on() {
+    let config = |password: &str| users(&format!("{{user: worker, password: {password}}}"));
+    let mut server = server(config("before")).await;
+    let broker = admin(&server).await;
+    let spec = DaemonSpec::new(server.url()).set("nats.user", "worker").with_secret("nats.password_file", "before");
+    let replace = || drop(secret(spec.secret_file("nats.password_file"), "after"));
+    rotation(&mut server, &spec, broker, config("after"), as_admin(), replace).await;
+}
+
+#[tokio::test]
+async fn a_new_token_counts_from_the_next_connect_on() {
+    let config = |token: &str| format!("authorization {{ token: {token} }}\n");
+    let mut server = server(config("before")).await;
+    let broker = Broker::connect_with(&server, ConnectOptions::with_token("before".into())).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.token_file", "before");
+    let replace = || drop(secret(spec.secret_file("nats.token_file"), "after"));
+    rotation(&mut server, &spec, broker, config("after"), ConnectOptions::with_token("after".into()), replace).await;
+}
+
+#[tokio::test]
+async fn a_new_nkey_counts_from_the_next_connect_on() {
+    let (before, after) = (Nkey::new_user(), Nkey::new_user());
+    let config = |key: &Nkey| users(&format!("{{nkey: {}}}", key.public_key()));
+    let mut server = server(config(&before)).await;
+    let broker = admin(&server).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.nkey_file", &before.seed().unwrap());
+    let replace = || drop(secret(spec.secret_file("nats.nkey_file"), &after.seed().unwrap()));
+    rotation(&mut server, &spec, broker, config(&after), as_admin(), replace).await;
+}
+
+#[tokio::test]
+async fn a_new_client_certificate_counts_from_the_next_connect_on() {
+    let folder = TempDir::new().unwrap();
+    let (ours, next) = (Authority::new(folder.path(), "ours"), Authority::new(folder.path(), "next"));
+    let mut server = server(tls(&ours, &ours, 4000, "verify: true")).await;
+    let broker = through_tls(&server, &ours).await;
+    let (before, after) = (ours.issue("client", 4000), next.issue("client", 4000));
+    let spec = DaemonSpec::new(server.url())
+        .set("nats.tls.ca_file", ours.ca())
+        .set("nats.tls.cert_file", before.cert.clone())
+        .set("nats.tls.key_file", before.key.clone());
+    let options = ConnectOptions::new()
+        .add_root_certificates(ours.ca())
+        .add_client_certificate(after.cert.clone(), after.key.clone());
+    let replace = || {
+        std::fs::rename(&after.key, &before.key).unwrap();
+        std::fs::rename(&after.cert, &before.cert).unwrap();
+        // The test's own client needs them, too.
+        std::fs::copy(&before.key, &after.key).unwrap();
+        std::fs::copy(&before.cert, &after.cert).unwrap();
+    };
+    rotation(&mut server, &spec, broker, tls(&ours, &next, 4000, "verify: true"), options, replace).await;
+}
+
+#[tokio::test]
+async fn credentials_that_expire_under_the_daemon_are_taken_up_once_they_are_renewed() {
+    let operator = Operator::new();
+    let server = server(operator.config()).await;
+    let options = ConnectOptions::with_credentials(&operator.user(None)).unwrap();
+    let broker = Broker::connect_with(&server, options).await;
+    story(&broker).await;
+    let spec = DaemonSpec::new(server.url()).with_secret("nats.credentials_file", &operator.user(Some(3)));
+    let mut worker = spec.start();
+    broker.acknowledged(1).await;
+    worker.not_ready("its JWT expired at 20").await;
+    let file = secret(spec.secret_file("nats.credentials_file"), "half of it");
+    worker.not_ready("does not hold a user JWT").await;
+    set_mode(&file, 0o604);
+    worker.not_ready("is open to every user (mode 0604)").await;
+    secret(file, &operator.user(None));
+    worker.ready().await;
+    broker.publish("Order Data 2").await;
+    broker.acknowledged(2).await;
+    spec.db().applied_once(2).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn files_that_cannot_be_used_are_refused_at_the_start() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let (one, another) = (ours.issue("one", 4000), ours.issue("another", 4000));
+    let spec = || DaemonSpec::new("nats://127.0.0.1:9");
+    let account = Nkey::new_account().seed().unwrap();
+    let seed = Nkey::new_user().seed().unwrap();
+    let half = &seed[..seed.len() / 2];
+    for (key, text, words) in [
+        ("nats.password_file", "", "is empty"),
+        ("nats.token_file", "\n", "is empty"),
+        ("nats.nkey_file", half, "holds no NKey seed of a user (SU...)"),
+        ("nats.nkey_file", account.as_str(), "holds no NKey seed of a user (SU...)"),
+        ("nats.credentials_file", seed.as_str(), "does not hold a user JWT and an NKey seed"),
+        ("nats.tls.ca_file", "hello", "holds no certificates (PEM)"),
+    ] {
+        let spec = spec().with_secret(key, text);
+        let spec = if key == "nats.password_file" { spec.set("nats.user", "worker") } else { spec };
+        refused(&spec, &[key, words, spec.secret_file(key).to_str().unwrap()]).await;
+        if text.len() > 20 {
+            let finished = spec.run(&["run"]).await;
+            assert!(!format!("{finished:?}").contains(text), "{key}: the secret is shown");
+        }
+    }
+    let with_key = |key: PathBuf| spec().set("nats.tls.cert_file", one.cert.clone()).set("nats.tls.key_file", key);
+    refused(&with_key(one.cert.clone()), &["nats.tls.key_file", "holds no private key"]).await;
+    refused(&with_key(another.key), &["nats.tls.key_file", "does not go with the certificate in", "one.pem"]).await;
+    refused(&with_key(folder.path().join("none")), &["nats.tls.key_file", "cannot be read: No such file"]).await;
+    refused(&spec().set("nats.token_file", folder.path()), &["nats.token_file", "is not a file"]).await;
+
+    set_mode(&one.key, 0o644);
+    let close = format!("chmod o= {}", one.key.display());
+    refused(&with_key(one.key), &["nats.tls.key_file", "is open to every user (mode 0644)", &close]).await;
+    for (mode, code) in [(0o644, 2), (0o604, 2), (0o602, 2), (0o640, 1), (0o440, 1), (0o400, 1)] {
+        let spec = spec().with_secret("nats.token_file", "a token");
+        set_mode(&spec.secret_file("nats.token_file"), mode);
+        let checked = spec.run(&["check"]).await;
+        assert_eq!(checked.code, Some(code), "{mode:o}: {checked:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_password_in_a_settings_file_that_every_user_may_read_is_refused() {
+    let spec = DaemonSpec::new("").unset("nats.url");
+    let file = spec.folder().join("c.toml");
+    std::fs::write(&file, "[nats]\nurl = \"nats://worker:secret@127.0.0.1:9\"\n").unwrap();
+    set_mode(&file, 0o644);
+    let arguments = ["--config", "c.toml", "config"];
+    let finished = spec.run(&arguments).await;
+    assert_eq!(finished.code, Some(2), "{finished:?}");
+    assert!(finished.stderr.contains("nats.url (file c.toml)") && finished.stderr.contains("chmod o="), "{finished:?}");
+    assert!(!finished.stderr.contains("secret@"), "{finished:?}");
+    set_mode(&file, 0o640);
+    spec.run_ok(&arguments).await;
+}
