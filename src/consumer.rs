@@ -558,7 +558,10 @@ impl Consumer {
     }
 
     fn not_bound(&mut self, error: &BindError) {
-        let cause = chain(error);
+        let mut cause = chain(error);
+        if let (BindError::NoAnswer { .. }, Some(denied)) = (error, self.telemetry.denied()) {
+            cause += &format!("; the server denies us a subject: {denied}");
+        }
         match error {
             BindError::Connect(_) | BindError::ClientDead => self.telemetry.connected(Err(cause.clone())),
             BindError::NoStream { .. }

@@ -1,5 +1,6 @@
 //! What the daemon shows of itself, in one place: where a fact belongs to both a metric and the health, both are set together.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -22,6 +23,10 @@ pub struct Telemetry {
     pub health: Arc<Health>,
     was_connected: AtomicBool,
     pulls_denied: AtomicBool,
+    /// The last word of the server, on this connection, about a subject that we cannot do without.
+    denied: Mutex<Option<String>>,
+    /// Optional permissions that we lack and that were spoken of.
+    lacks: Mutex<BTreeSet<&'static str>>,
     connection: Mutex<Reminder>,
     processed_ids: AtomicU64,
     dead_letters: AtomicU64,
@@ -34,6 +39,8 @@ impl Telemetry {
             health: Arc::new(Health::new()),
             was_connected: AtomicBool::new(false),
             pulls_denied: AtomicBool::new(false),
+            denied: Mutex::default(),
+            lacks: Mutex::default(),
             connection: Mutex::default(),
             processed_ids: AtomicU64::new(0),
             dead_letters: AtomicU64::new(0),
@@ -46,7 +53,22 @@ impl Telemetry {
             self.metrics.nats_reconnects.increment(1);
         }
         self.connection.lock().unwrap_or_else(PoisonError::into_inner).forget();
+        *self.denied.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.connected(Ok(()));
+    }
+
+    /// The server has denied us a subject: the reason why it will not answer.
+    pub fn deny(&self, text: &str) {
+        *self.denied.lock().unwrap_or_else(PoisonError::into_inner) = Some(text.to_owned());
+    }
+
+    pub fn denied(&self) -> Option<String> {
+        self.denied.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether it is the first time that an optional permission is found to be missing.
+    pub fn lacks(&self, permission: &'static str) -> bool {
+        self.lacks.lock().unwrap_or_else(PoisonError::into_inner).insert(permission)
     }
 
     /// Whether a trouble with the connection is worth a line: the client tells of every attempt.

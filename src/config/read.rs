@@ -42,7 +42,7 @@ fn read_nats(reader: &mut Reader) -> Result<Nats, Refused> {
     let url = reader.required("nats.url", servers);
     let user_in_url = url.as_ref().is_ok_and(|url| url.contains('@'));
     let auth = read_auth(reader, user_in_url);
-    if user_in_url {
+    if user_in_url && auth.is_ok() {
         reader.keep_to_ourselves("nats.url")?;
     }
     let tls = read_tls(reader);
@@ -201,7 +201,9 @@ impl Reader {
         let source = self.source(key);
         let Some(file) = source.strip_prefix("file ") else { return Ok(()) };
         if std::fs::metadata(file).is_ok_and(|metadata| is_for_everybody(metadata.permissions().mode())) {
-            return self.refuse(key, "holds a secret in a file that every user may read; `chmod o= FILE` that file");
+            let what = format!("holds a secret, and every user may read the file; close it with `chmod o= {file}`");
+            self.problems.push(format!("{key} ({source}): {what}"));
+            return Err(Refused);
         }
         Ok(())
     }

@@ -237,10 +237,18 @@ fn note(telemetry: &Telemetry, event: &Event) {
             telemetry.metrics.nats_errors.increment(NatsErrorKind::SlowConsumer, 1);
         }
         Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) && is_about_advisories(text) => {
-            if telemetry.is_news(text) {
+            if telemetry.lacks("advisories") {
                 tracing::info!(
                     "the server does not let us hear of messages that it gives up (an optional permission); they are looked \
                      for now and then instead"
+                );
+            }
+        }
+        Event::ServerError(ServerError::Other(text)) if is_permission_violation(text) && is_about_reading(text) => {
+            if telemetry.lacks("reading") {
+                tracing::info!(
+                    "the server does not let us read single messages (an optional permission): the age of the oldest order \
+                     is not shown, and messages that no client can parse, or that the server has given up, are not fetched"
                 );
             }
         }
@@ -258,6 +266,8 @@ fn note(telemetry: &Telemetry, event: &Event) {
                 telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
             } else if subject.contains("$JS.API.CONSUMER.MSG.NEXT") {
                 telemetry.pulls_denied(format!("the server denies us a subject: {text}"));
+            } else {
+                telemetry.deny(text);
             }
         }
         Event::ServerError(error) => {
@@ -274,6 +284,10 @@ fn note(telemetry: &Telemetry, event: &Event) {
 
 fn is_permission_violation(text: &str) -> bool {
     text.to_ascii_lowercase().contains("permissions violation")
+}
+
+fn is_about_reading(text: &str) -> bool {
+    text.to_ascii_uppercase().contains("$JS.API.STREAM.MSG.GET.")
 }
 
 fn is_about_advisories(text: &str) -> bool {

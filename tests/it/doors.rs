@@ -7,8 +7,8 @@ use nkeys::KeyPair as Nkey;
 use tempfile::TempDir;
 
 use crate::support::keys::{Authority, Operator, secret, set_mode};
-use crate::support::nats::{consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, NatsServer, ServerSpec};
+use crate::support::nats::{consumer_config, impatient_consumer_config, stream_config};
+use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, ServerSpec, eventually};
 
 const ADMIN: &str = "{user: admin, password: admin}";
 
@@ -400,4 +400,250 @@ async fn a_password_in_a_settings_file_that_every_user_may_read_is_refused() {
     assert!(!finished.stderr.contains("secret@"), "{finished:?}");
     set_mode(&file, 0o640);
     spec.run_ok(&arguments).await;
+}
+
+/// What the daemon must be allowed to publish, and to subscribe to. README.md, "Permissions", says the same.
+const PUBLISH: [&str; 5] = [
+    "$JS.API.STREAM.INFO.ORDERS",
+    "$JS.API.CONSUMER.INFO.ORDERS.order-processor",
+    "$JS.API.CONSUMER.MSG.NEXT.ORDERS.order-processor",
+    "$JS.ACK.ORDERS.order-processor.>",
+    "$JS.ACK.*.*.ORDERS.order-processor.>",
+];
+const SUBSCRIBE: &str = "_INBOX.order-processor.>";
+const OPTIONAL: [&str; 2] =
+    ["$JS.API.STREAM.MSG.GET.ORDERS", "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.ORDERS.order-processor"];
+
+/// A user who may do this and nothing else.
+fn user(name: &str, publish: &[&str], subscribe: &[&str]) -> String {
+    format!(
+        "{{user: {name}, password: {name}, permissions: {{publish: {{allow: {publish:?}}}, subscribe: {{allow: {subscribe:?}}}}}}}"
+    )
+}
+
+fn logged_in(server: &NatsServer, name: &str) -> DaemonSpec {
+    DaemonSpec::new(server.url()).set("nats.user", name).with_secret("nats.password_file", name)
+}
+
+/// Binding, processing, redelivery, a dead letter, a reconnect, the commands that look: with the least permissions.
+async fn main_path(server: &mut NatsServer, config: &str, lines_allowed: &[&str]) {
+    let broker = admin(server).await;
+    broker.create(stream_config(), impatient_consumer_config()).await;
+    let spec = logged_in(server, "worker").set("inbox.id_pointer", "/id");
+    let order = |number: u64| format!("{{\"id\": {number}}}");
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish(order(1)).await;
+    broker.acknowledged(1).await;
+    // Held, and then delivered again to the next one.
+    let writer = spec.db().lock().await;
+    broker.publish(order(2)).await;
+    worker.not_ready("database").await;
+    worker.metric("held_deliveries", 1.0).await;
+    worker.kill9();
+    drop(writer);
+    let mut worker = spec.start();
+    broker.acknowledged(2).await;
+    broker.publish("no JSON").await;
+    spec.db().has("dead_letters", 1).await;
+    broker.acknowledged(3).await;
+    server.reconfigure(config).await;
+    let broker = admin(server).await;
+    // While one waits, its age is asked for.
+    let writer = spec.db().lock().await;
+    broker.publish(order(4)).await;
+    for words in lines_allowed {
+        worker.logged(&["INFO", words]).await;
+    }
+    drop(writer);
+    broker.acknowledged(4).await;
+    worker.ready().await;
+    for command in ["check", "status"] {
+        spec.run_ok(&[command]).await;
+    }
+    worker.drain().await;
+    assert_eq!(spec.db().count("orders").await, 3);
+    let log = worker.log();
+    let said: Vec<&str> =
+        log.lines().filter(|line| line.contains("permission") || line.contains("ermissions V")).collect();
+    assert_eq!(said.len(), lines_allowed.len(), "each is said once: {said:?}");
+    for (line, words) in said.iter().zip(lines_allowed) {
+        assert!(line.contains("INFO") && line.contains(words), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn the_least_permissions_are_enough_and_what_is_optional_is_said_once() {
+    let config = users(&user("worker", &PUBLISH, &[SUBSCRIBE]));
+    let mut server = server(config.as_str()).await;
+    main_path(
+        &mut server,
+        &config,
+        &["does not let us hear of messages that it gives up", "does not let us read single messages"],
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn with_the_optional_permissions_nothing_is_missing() {
+    let publish: Vec<&str> = PUBLISH.into_iter().chain([OPTIONAL[0]]).collect();
+    let config = users(&user("worker", &publish, &[SUBSCRIBE, OPTIONAL[1]]));
+    let mut server = server(config.as_str()).await;
+    main_path(&mut server, &config, &[]).await;
+}
+
+#[tokio::test]
+async fn each_permission_that_is_missing_is_named() {
+    // The last form of the acknowledgement's subject is for other servers than this one.
+    let lacks = [PUBLISH[0], PUBLISH[1], PUBLISH[2], PUBLISH[3], SUBSCRIBE];
+    let lacking = lacks.iter().enumerate().map(|(n, lack)| {
+        let publish: Vec<&str> = PUBLISH.into_iter().filter(|subject| subject != lack).collect();
+        let subscribe: &[&str] = if *lack == SUBSCRIBE { &["nothing"] } else { &[SUBSCRIBE] };
+        user(&format!("worker{n}"), &publish, subscribe)
+    });
+    let server = server(users(&lacking.collect::<Vec<_>>().join(", "))).await;
+    let broker = admin(&server).await;
+    story(&broker).await;
+    let specs: Vec<_> = (0..lacks.len()).map(|n| logged_in(&server, &format!("worker{n}"))).collect();
+    let mut workers: Vec<_> = specs.iter().map(DaemonSpec::start).collect();
+    for (worker, lack) in workers.iter_mut().zip(lacks) {
+        worker.not_ready(lack.trim_end_matches('>')).await;
+        worker.logged(&["ERROR", "the server denies us a subject", lack.trim_end_matches('>')]).await;
+        worker.drain().await;
+    }
+}
+
+#[tokio::test]
+async fn the_other_commands_need_what_is_documented_for_them() {
+    let publisher = user("publisher", &["ORDERS.*"], &[SUBSCRIBE]);
+    let operator = user(
+        "operator",
+        &[
+            "$JS.API.STREAM.INFO.ORDERS",
+            "$JS.API.STREAM.CREATE.ORDERS",
+            "$JS.API.STREAM.DELETE.ORDERS",
+            "$JS.API.CONSUMER.INFO.ORDERS.order-processor",
+            "$JS.API.CONSUMER.CREATE.ORDERS.order-processor",
+            "$JS.API.CONSUMER.DELETE.ORDERS.order-processor",
+        ],
+        &[SUBSCRIBE],
+    );
+    let server = server(users(&format!("{publisher}, {operator}"))).await;
+    let operator = logged_in(&server, "operator");
+    operator.run_ok(&["setup"]).await;
+    logged_in(&server, "publisher").run_ok(&["publish", "--count", "3"]).await;
+    let seen = operator.run(&["status", "--json"]).await.json();
+    assert_eq!(seen["stream"]["last_seq"], 3, "{seen}");
+    operator.run_ok(&["teardown", "--consumer-only", "--yes"]).await;
+    operator.run_ok(&["teardown", "--yes"]).await;
+}
+
+/// Everything that the program says, at the loudest, with this way in.
+async fn all_output(spec: DaemonSpec) -> String {
+    let spec = spec.set("log.level", "trace,async_nats=trace,sqlx=trace");
+    let mut said = String::new();
+    for arguments in [
+        &["check"][..],
+        &["config"],
+        &["config", "--json"],
+        &["setup"],
+        &["status"],
+        &["status", "--json"],
+        &["publish", "--count", "1"],
+    ] {
+        let finished = spec.run(arguments).await;
+        said += &format!("{}{}", finished.stdout, finished.stderr);
+    }
+    let mut worker = spec.start();
+    eventually("it serves", PATIENCE, async || worker.try_get("/livez").await).await;
+    worker.logged(&["CONNECT"]).await;
+    for path in ["/status", "/metrics", "/readyz", "/livez"] {
+        said += &worker.get(path).await.1;
+    }
+    worker.drain().await;
+    said + &worker.log()
+}
+
+#[tokio::test]
+async fn secrets_are_in_no_output_at_any_log_level() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let (ours_key, other_key) = (Nkey::new_user(), Nkey::new_user());
+    let users = users(&format!("{{user: worker, password: right-S3CRET}}, {{nkey: {}}}", ours_key.public_key()));
+    let plain = server(users).await;
+    let operator = Operator::new();
+    let with_jwt = server(operator.config()).await;
+    let with_tls = server(tls(&ours, &ours, 4000, "verify: true")).await;
+    let client = ours.issue("client", 4000);
+    let certificate = |spec: DaemonSpec| {
+        spec.set("nats.tls.ca_file", ours.ca())
+            .set("nats.tls.cert_file", client.cert.clone())
+            .set("nats.tls.key_file", client.key.clone())
+    };
+    let credentials = [operator.user(None), Operator::new().user(None)];
+    // Whole lines of base64: key, seed and JWT.
+    let long_lines = |text: &str| text.lines().filter(|line| line.len() > 40).map(str::to_owned).collect::<Vec<_>>();
+    let in_url = |user: &str| plain.url().replace("nats://", &format!("nats://{user}@"));
+    let (ours_seed, other_seed) = (ours_key.seed().unwrap(), other_key.seed().unwrap());
+    let secret = || vec!["S3CRET".to_owned()];
+    let to = |server: &NatsServer| DaemonSpec::new(server.url());
+    let ways = [
+        (DaemonSpec::new(in_url("worker:right-S3CRET")), secret()),
+        (DaemonSpec::new(in_url("worker:wrong-S3CRET")), secret()),
+        (DaemonSpec::new(in_url("token-S3CRET")), secret()),
+        (to(&plain).set("nats.user", "worker").with_secret("nats.password_file", "right-S3CRET"), secret()),
+        (to(&plain).set("nats.user", "worker").with_secret("nats.password_file", "wrong-S3CRET"), secret()),
+        (to(&plain).with_secret("nats.token_file", "wrong-S3CRET"), secret()),
+        (to(&plain).with_secret("nats.nkey_file", &ours_seed), vec![ours_seed.clone()]),
+        (to(&plain).with_secret("nats.nkey_file", &other_seed), vec![other_seed.clone()]),
+        (to(&with_jwt).with_secret("nats.credentials_file", &credentials[0]), long_lines(&credentials[0])),
+        (to(&with_jwt).with_secret("nats.credentials_file", &credentials[1]), long_lines(&credentials[1])),
+        (certificate(to(&with_tls)), long_lines(&std::fs::read_to_string(&client.key).unwrap())),
+    ];
+    for (spec, secrets) in ways {
+        let said = all_output(spec).await;
+        assert!(said.contains("TRACE") && !secrets.is_empty());
+        for secret in secrets {
+            let line = said.lines().find(|line| line.contains(&secret));
+            assert_eq!(line, None, "{secret} is shown");
+        }
+    }
+}
+
+#[tokio::test]
+async fn over_http_nothing_can_be_changed() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9").unset("http.listen");
+    let listens = spec.run_ok(&["config", "--json"]).await.json();
+    let listens = listens.as_array().unwrap().iter().find(|row| row["key"] == "http.listen").unwrap()["value"].clone();
+    assert_eq!(listens, "127.0.0.1:9464", "the loopback, unless somebody decides otherwise");
+
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    let mut worker = spec.start();
+    eventually("it serves", PATIENCE, async || worker.try_get("/livez").await).await;
+    for method in ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "NONSENSE"] {
+        for path in ["/metrics", "/livez", "/readyz", "/status"] {
+            let answer = say(&worker.http_address(), &format!("{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await;
+            assert!(answer.starts_with("HTTP/1.1 405 ") || method == "CONNECT", "{method} {path}: {answer}");
+            assert!(!answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
+        }
+    }
+    let long = format!("GET /livez HTTP/1.1\r\nhost: x\r\nx: {}\r\n\r\n", "x".repeat(64 * 1024));
+    assert!(!say(&worker.http_address(), &long).await.starts_with("HTTP/1.1 2"), "a request is bounded");
+    for garbage in ["\0\x01\x02\r\n\r\n", "GET\r\n\r\n", "GET /livez HTTP/9.9\r\n\r\n", "\r\n\r\n\r\n"] {
+        assert!(!say(&worker.http_address(), garbage).await.starts_with("HTTP/1.1 2"), "{garbage:?}");
+    }
+    assert_eq!(worker.get("/livez").await.0, 200);
+    worker.drain().await;
+}
+
+/// Everything that comes back until the connection ends.
+async fn say(address: &str, request: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    // It may be closed before it has read everything.
+    drop(stream.write_all(request.as_bytes()).await);
+    let mut answer = Vec::new();
+    let read = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
+    assert!(read.is_ok(), "the connection is never closed");
+    String::from_utf8_lossy(&answer).into_owned()
 }
