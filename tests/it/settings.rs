@@ -1,5 +1,6 @@
 //! Where settings come from, and what is said about bad ones.
 
+use crate::support::keys::secret;
 use crate::support::{Broker, DaemonSpec, Finished, NatsServer};
 
 /// No server listens here; bad settings must be found before anybody looks for one.
@@ -155,8 +156,7 @@ async fn secrets_are_never_shown() {
     let spec = DaemonSpec::new(server.url()).set("nats.user", "worker").set("log.level", "debug");
     let password_file = spec.folder().join("password");
     // An editor leaves a line break; it is not part of the password.
-    std::fs::write(&password_file, "secret-of-the-test\n").unwrap();
-    let spec = spec.set("nats.password_file", password_file);
+    let spec = spec.set("nats.password_file", secret(password_file, "secret-of-the-test\n"));
 
     broker.publish("Order Data 1").await;
     let shown = spec.run_ok(&["config"]).await;
@@ -185,12 +185,11 @@ async fn a_wrong_password_is_said_and_does_not_end_the_daemon() {
     })
     .await;
     let spec = DaemonSpec::new(server.url());
-    let token = spec.folder().join("token");
-    std::fs::write(&token, "wrong").unwrap();
-    let spec = spec.set("nats.token_file", token.clone());
+    let token = secret(spec.folder().join("token"), "wrong");
+    let spec = spec.set("nats.token_file", token);
 
     let checked = spec.run(&["check"]).await;
-    assert_eq!(checked.code, Some(1), "{checked:?}");
+    assert_eq!(checked.code, Some(2), "{checked:?}");
     assert!(checked.stdout.to_lowercase().contains("authorization"), "{checked:?}");
 
     let mut worker = spec.start();
