@@ -33,6 +33,9 @@ static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a starting process waits for the one before it to let go of the file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+/// The WAL is copied into the database when it has so many pages, 32 MiB. With random ids each row dirties a page of its own,
+/// and with SQLite's default of 1,000 nearly every batch would wait for a copy (see benches/README.md).
+const CHECKPOINT_PAGES: u32 = 8_000;
 /// A WAL that a long reader has made larger than this is cut back when the reader has gone.
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
 /// How often that is tried, since it waits for readers as long as [`BUSY_TIMEOUT`] says.
@@ -94,6 +97,7 @@ impl Store {
             .journal_mode(SqliteJournalMode::Wal)
             // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
             .synchronous(SqliteSynchronous::Full)
+            .pragma("wal_autocheckpoint", CHECKPOINT_PAGES.to_string())
             .pragma("journal_size_limit", WAL_LIMIT_BYTES.to_string());
         let connection = connect(&options, "opening the database").await;
         let connection = connection.map_err(|source| OpenError::database(path, source))?;
