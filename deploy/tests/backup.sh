@@ -73,8 +73,10 @@ main() {
 }
 
 restore() {
-    rm -f "$database"*
-    cp "$work/backup.db" "$database"
+    local before
+    before=$(mktemp -d "$work/before-restore.XXXXXX")
+    mv "$database"* "$before/"
+    install -m 0600 "$work/backup.db" "$database"
 }
 
 fails() {
