@@ -171,12 +171,8 @@ async fn an_order_that_the_server_gives_up_under_a_running_worker_is_a_dead_lett
 
 #[tokio::test]
 async fn without_the_permission_to_hear_of_it_an_order_given_up_is_found_all_the_same() {
-    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
-                  publish: {allow: [\"$JS.API.>\", \"$JS.ACK.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
-    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
-    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(stream_config(), six_deliveries()).await;
+    let (server, broker) =
+        Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
@@ -664,13 +660,11 @@ async fn long_retries_that_take_all_of_max_ack_pending_do_not_stop_the_flow() {
 
 #[tokio::test]
 async fn a_worker_that_may_not_ask_for_messages_is_not_ready_and_says_why_at_once() {
-    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
-                  publish: {allow: [\"$JS.API.STREAM.INFO.>\", \"$JS.API.CONSUMER.INFO.>\", \"$JS.ACK.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  \
-                  ]\n}\nno_auth_user: worker";
-    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
-    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(stream_config(), consumer_config()).await;
+    let (server, _broker) = Broker::with_restricted_worker(
+        r#"allow: ["$JS.API.STREAM.INFO.>", "$JS.API.CONSUMER.INFO.>", "$JS.ACK.>"]"#,
+        consumer_config(),
+    )
+    .await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.not_ready("MSG.NEXT.ORDERS.order-processor").await;

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::nats::{impatient_consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, FaultProxy, NatsServer, PATIENCE, ServerSpec, eventually};
+use crate::support::nats::{impatient_consumer_config, restricted_worker};
+use crate::support::{Broker, DaemonSpec, FaultProxy, PATIENCE, eventually};
 
 /// What operators were promised for noticing that nobody answers.
 const NOTICED_WITHIN: Duration = Duration::from_secs(25);
@@ -72,27 +72,17 @@ async fn over_a_line_too_thin_for_a_batch_within_ack_wait_all_is_applied_once() 
     worker.drain().await;
 }
 
-/// The worker's user may do what it needs, or must not ask for the stream any more.
-fn users(deny: &str) -> String {
-    format!(
-        "authorization {{\n  users: [\n    {{user: admin, password: admin}}\n    {{user: worker, password: worker, permissions: {{\n      \
-         publish: {{allow: [\"$JS.>\"], deny: [{deny}]}}, subscribe: [\"_INBOX.>\"]}}}}\n  ]\n}}\nno_auth_user: worker"
-    )
-}
-
 #[tokio::test]
 async fn questions_that_the_server_does_not_answer_are_asked_again_until_it_does() {
-    let mut server = NatsServer::with(ServerSpec { config: users(""), ..ServerSpec::default() }).await;
-    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(stream_config(), impatient_consumer_config()).await;
+    const EVERYTHING: &str = r#"allow: ["$JS.>"]"#;
+    let (mut server, broker) = Broker::with_restricted_worker(EVERYTHING, impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
     let mut worker = spec.start();
     worker.ready().await;
     broker.publish_numbered(1..=5).await;
     broker.acknowledged(5).await;
 
-    server.reload(&users("\"$JS.API.STREAM.INFO.ORDERS\""));
+    server.reload(&restricted_worker(r#"allow: ["$JS.>"], deny: ["$JS.API.STREAM.INFO.ORDERS"]"#));
     worker.not_ready("consumer: the server does not answer").await;
     worker.logged(&["ERROR", "the server denies us a subject", "STREAM.INFO"]).await;
     broker.publish_numbered(6..=10).await;
@@ -101,7 +91,7 @@ async fn questions_that_the_server_does_not_answer_are_asked_again_until_it_does
     worker.not_ready("consumer: the server does not answer").await;
     assert_eq!(worker.get("/livez").await.0, 200, "waiting is no reason to be restarted");
 
-    server.reload(&users(""));
+    server.reload(&restricted_worker(EVERYTHING));
     broker.acknowledged(10).await;
     worker.ready().await;
     spec.db().applied_once(10).await;

@@ -400,12 +400,7 @@ async fn a_server_without_jetstream_is_waited_for() {
 
 #[tokio::test]
 async fn acknowledgements_that_are_not_permitted_are_seen() {
-    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
-                  publish: {allow: [\"$JS.API.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
-    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
-    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(stream_config(), consumer_config()).await;
+    let (server, broker) = Broker::with_restricted_worker(r#"allow: ["$JS.API.>"]"#, consumer_config()).await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     broker.publish("Order Data 1").await;

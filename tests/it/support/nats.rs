@@ -217,6 +217,16 @@ impl Broker {
         (server, broker)
     }
 
+    /// As [`with`](Self::with), on a server where who does not log in, as the daemon here, may publish only as this
+    /// says, such as `allow: ["$JS.API.>"], deny: [..]`.
+    pub async fn with_restricted_worker(publish: &str, consumer: consumer::pull::Config) -> (NatsServer, Self) {
+        let server = NatsServer::with(ServerSpec { config: restricted_worker(publish), ..ServerSpec::default() }).await;
+        let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+        let broker = Self::connect_with(&server, options).await;
+        broker.create(stream_config(), consumer).await;
+        (server, broker)
+    }
+
     pub async fn create(&self, stream: stream::Config, consumer: consumer::pull::Config) {
         self.jetstream.create_stream(stream).await.expect("the stream can be created");
         self.create_consumer(consumer).await;
@@ -310,6 +320,14 @@ impl Broker {
         })
         .await;
     }
+}
+
+/// The server's configuration for [`Broker::with_restricted_worker`].
+pub fn restricted_worker(publish: &str) -> String {
+    format!(
+        "authorization {{\n  users: [\n    {{user: admin, password: admin}}\n    {{user: worker, password: worker, permissions: {{\n      \
+         publish: {{{publish}}}, subscribe: [\"_INBOX.>\"]}}}}\n  ]\n}}\nno_auth_user: worker"
+    )
 }
 
 /// The stream of the story: `--subjects="ORDERS.*" --retention=limits --storage=file`, with limits.
