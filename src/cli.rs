@@ -241,7 +241,7 @@ fn answer(printed: io::Result<bool>) -> ExitCode {
 
 fn run_code(error: &RunError) -> u8 {
     match error {
-        RunError::Bind(_) | RunError::Files(_) | RunError::Paused(_) | RunError::Marker(_) => OPERATOR,
+        RunError::Bind(_) | RunError::Files(_) | RunError::Paused(_) => OPERATOR,
         RunError::Open(error) => open_code(error),
         RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,
         RunError::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_))
@@ -273,6 +273,8 @@ fn open_code(error: &OpenError) -> u8 {
         | OpenError::Foreign { .. }
         | OpenError::Held { .. }
         | OpenError::Damaged { .. }
+        | OpenError::NoEntry(_)
+        | OpenError::NotReadable(_)
         | OpenError::NotWritable { .. }
         | OpenError::Io { .. } => OPERATOR,
         OpenError::Database { .. } => FAILED,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::store::beside;
+use crate::store::{OpenError, beside, folder};
 
 /// How often the daemon looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -44,12 +44,16 @@ pub fn marker(database: &Path) -> PathBuf {
 ///
 /// # Errors
 /// When it cannot even be told whether there is a marker.
-pub fn look(database: &Path) -> io::Result<Option<Pause>> {
-    match std::fs::read(marker(database)) {
+pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
+    let path = marker(database);
+    match std::fs::read(&path) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).unwrap_or_default())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(Some(Pause::default())),
-        Err(error) => Err(error),
+        // Another user's. Behind a folder that cannot be entered it would not be seen either.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied && path.symlink_metadata().is_ok() => {
+            Ok(Some(Pause::default()))
+        }
+        Err(error) => Err(OpenError::unseen(&path, error)),
     }
 }
 
@@ -88,13 +92,6 @@ pub fn end(database: &Path) -> io::Result<()> {
     let path = marker(database);
     std::fs::remove_file(&path)?;
     File::open(folder(&path))?.sync_all()
-}
-
-fn folder(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        Some(_) | None => Path::new("."),
-    }
 }
 
 #[cfg(test)]

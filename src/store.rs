@@ -85,6 +85,17 @@ pub enum OpenError {
     Older(PathBuf),
     #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
     Held { path: PathBuf, holder: String },
+    #[error(
+        "cannot enter {} (permission denied); run this as the daemon's user (`sudo -u USER`), or give this user access",
+        .0.display()
+    )]
+    NoEntry(PathBuf),
+    #[error(
+        "{} cannot be read by this user (permission denied); run this as the daemon's user (`sudo -u USER`), or let that \
+         user own the file",
+        .0.display()
+    )]
+    NotReadable(PathBuf),
     #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
     NotWritable {
         path: PathBuf,
@@ -112,6 +123,14 @@ pub enum OpenError {
 }
 
 impl OpenError {
+    /// What it means that nobody can tell whether there is a file at `path`.
+    pub fn unseen(path: &Path, source: std::io::Error) -> Self {
+        match source.kind() {
+            std::io::ErrorKind::PermissionDenied => Self::NoEntry(folder(path).to_owned()),
+            _ => Self::Io { path: path.to_owned(), source },
+        }
+    }
+
     /// What a failed statement on a database that is being opened means.
     pub fn database(path: &Path, source: Error) -> Self {
         let path = path.to_owned();
@@ -205,6 +224,22 @@ pub fn beside(database: &Path, suffix: &str) -> PathBuf {
     let mut name = database.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
+}
+
+/// The folder that a file is in.
+pub fn folder(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        Some(_) | None => Path::new("."),
+    }
+}
+
+/// Whether there is something at `path`. Behind a folder that we may not enter, that cannot be told.
+///
+/// # Errors
+/// [`OpenError::unseen`]
+pub fn is_there(path: &Path) -> Result<bool, OpenError> {
+    path.try_exists().map_err(|source| OpenError::unseen(path, source))
 }
 
 /// Sizes of the database on disk, in bytes.

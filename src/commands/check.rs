@@ -7,7 +7,7 @@ use crate::consumer::gate::{self, Expectations, Severity};
 use crate::consumer::{self, connection};
 use crate::errors::chain;
 use crate::pause;
-use crate::store::sqlite;
+use crate::store::{is_there, sqlite};
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,14 +56,16 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
         }
     }
     match sqlite::check(&config.database.path).await {
-        Ok(()) if config.database.path.exists() => say(true, "database", &config.database.path.display().to_string())?,
+        Ok(()) if is_there(&config.database.path).unwrap_or(false) => {
+            say(true, "database", &config.database.path.display().to_string())?
+        }
         Ok(()) => say(true, "database", &format!("{} will be created", config.database.path.display()))?,
         Err(error) => say(false, "database", &chain(&error))?,
     }
     match pause::look(&config.database.path) {
         Ok(Some(pause)) => say(true, "warning", &format!("paused {pause}; `order-processor resume` ends it"))?,
         Ok(None) => {}
-        Err(error) => say(false, "pause", &error.to_string())?,
+        Err(error) => say(false, "pause", &chain(&error))?,
     }
     Ok(match (locked_out, all_good) {
         (true, _) => Verdict::LockedOut,

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::commands::operator;
 use crate::config::Config;
 use crate::pause::{self, Pause};
-use crate::store::lock;
+use crate::store::{OpenError, lock};
 
 /// What the daemon may need beyond `shutdown.timeout`, which bounds its drain: to see the marker, and to close.
 const GRACE: Duration = Duration::from_secs(10);
@@ -32,6 +32,8 @@ pub enum PauseError {
     Write(PathBuf, #[source] io::Error),
     #[error("cannot remove {}", .0.display())]
     Remove(PathBuf, #[source] io::Error),
+    #[error(transparent)]
+    Database(#[from] OpenError),
     #[error("cannot look who has the database open")]
     Look(#[source] io::Error),
     #[error(
@@ -52,7 +54,7 @@ pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Re
     match pause::begin(database, &ours) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            let theirs = pause::look(database).map_err(failed)?.unwrap_or_default();
+            let theirs = pause::look(database)?.unwrap_or_default();
             writeln!(out, "was paused already {theirs}")?;
         }
         Err(error) => return Err(failed(error)),
@@ -77,7 +79,7 @@ pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Re
 pub fn resume(config: &Config, out: &mut impl Write) -> Result<(), PauseError> {
     let database = &config.database.path;
     let failed = |error| PauseError::Remove(pause::marker(database), error);
-    let was = pause::look(database).map_err(failed)?;
+    let was = pause::look(database)?;
     match (pause::end(database), was) {
         (Ok(()), was) => writeln!(out, "resumed; it was paused {}", was.unwrap_or_default())?,
         (Err(error), _) if error.kind() == io::ErrorKind::NotFound => writeln!(out, "it was not paused")?,

@@ -47,8 +47,6 @@ pub enum RunError {
     Worker(#[from] WorkerError),
     #[error("paused {0}; nothing is processed until `order-processor resume`")]
     Paused(Pause),
-    #[error("cannot look for a pause beside the database")]
-    Marker(#[source] std::io::Error),
 }
 
 /// Runs until a signal, or until idle.
@@ -122,7 +120,7 @@ async fn sit_out_pause(
     stop: &CancellationToken,
 ) -> Result<(), RunError> {
     let path = &config.database.path;
-    let Some(mut pause) = pause::look(path).map_err(RunError::Marker)? else { return Ok(()) };
+    let Some(mut pause) = pause::look(path)? else { return Ok(()) };
     if until == Until::Idle {
         return Err(RunError::Paused(pause));
     }
@@ -142,7 +140,7 @@ async fn sit_out_pause(
                     pause = another;
                 }
                 // The file system may be part of what is serviced.
-                Err(error) => tracing::warn!(%error, "cannot look whether the pause is over"),
+                Err(error) => tracing::warn!(error = %chain(&error), "cannot look whether the pause is over"),
             },
             event = consumer.next(Room { messages: 0, bytes: 0 }), if !refused => match event {
                 // Whoever services the database may service this as well. It counts at the end of the pause.

@@ -114,10 +114,6 @@ impl Source<'_> {
         let found = found.map_err(|problem| problems.push(problem)).ok();
         let counts = match counts {
             Ok(counts) => Some(counts),
-            Err(_) if !config.database.path.exists() => {
-                problems.push(format!("no database at {} yet", config.database.path.display()));
-                None
-            }
             Err(error) => {
                 problems.push(chain(&error));
                 None
@@ -128,7 +124,11 @@ impl Source<'_> {
             None
         });
         let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
-            problems.push(format!("cannot look for a pause: {error}"));
+            let problem = chain(&error);
+            // The folder that keeps us from the database keeps us from the marker, too.
+            if !problems.contains(&problem) {
+                problems.push(problem);
+            }
             None
         });
         Status { pause, daemon, ..Status::new(config, found, counts, problems) }

@@ -20,7 +20,7 @@ use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConn
 use tokio::time::Instant;
 
 use super::lock::{Lock, LockError};
-use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside};
+use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
 use crate::delivery::{Delivery, Digest, Headers};
 use crate::metrics::{DbErrorClass, Label};
 
@@ -73,7 +73,7 @@ impl Store {
         require_folder(path)?;
         require_sqlite(path)?;
         let lock = acquire(path, LOCK_PATIENCE).await?;
-        if path.exists() {
+        if is_there(path)? {
             require_known_schema(path).await?;
         } else {
             create(path).map_err(|source| unusable(path, source))?;
@@ -89,7 +89,7 @@ impl Store {
     /// # Errors
     /// The same; a missing file may pass.
     pub async fn open_again(path: &Path) -> Result<Self, OpenError> {
-        if path.exists() { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
+        if is_there(path)? { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
     }
 
     async fn open_file(path: &Path, lock: Option<Lock>) -> Result<Self, OpenError> {
@@ -277,9 +277,11 @@ impl Store {
 ///
 /// # Errors
 /// Also when there is no database yet.
-pub async fn counts_of(path: &Path) -> Result<Counts, Error> {
-    let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await?;
-    counts(&mut connection).await.map_err(|source| Error::new("counting rows", source))
+pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
+    let failed = |source| OpenError::database(path, source);
+    require_readable(path)?;
+    let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await.map_err(failed)?;
+    counts(&mut connection).await.map_err(|source| failed(Error::new("counting rows", source)))
 }
 
 /// What the database knows of each of `deliveries`, read beside a running daemon.
@@ -334,7 +336,7 @@ pub async fn check(path: &Path) -> Result<(), OpenError> {
     require_folder(path)?;
     require_access(path)?;
     require_sqlite(path)?;
-    if path.exists() { require_known_schema(path).await.map(drop) } else { Ok(()) }
+    if is_there(path)? { require_known_schema(path).await.map(drop) } else { Ok(()) }
 }
 
 /// One open transaction. Dropped without [`Tx::commit`], nothing of it happened.
@@ -649,29 +651,40 @@ fn unusable(path: &Path, source: io::Error) -> OpenError {
 }
 
 fn require_folder(path: &Path) -> Result<(), OpenError> {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
-            Err(OpenError::MissingFolder(folder.to_owned()))
-        }
-        Some(_) | None => Ok(()),
-    }
+    let folder = folder(path);
+    if is_there(folder)? && folder.is_dir() { Ok(()) } else { Err(OpenError::MissingFolder(folder.to_owned())) }
 }
 
 /// SQLite needs to make files of its own beside the database.
 fn require_access(path: &Path) -> Result<(), OpenError> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let folder_access = (folder, Access::WRITE_OK | Access::EXEC_OK);
-    let file_access = Some((path, Access::READ_OK | Access::WRITE_OK)).filter(|_| path.exists());
+    let folder_access = (folder(path), Access::WRITE_OK | Access::EXEC_OK);
+    let file_access = is_there(path)?.then_some((path, Access::READ_OK | Access::WRITE_OK));
     for (path, access) in [folder_access].into_iter().chain(file_access) {
         rustix::fs::access(path, access).map_err(|error| unusable(path, error.into()))?;
     }
     Ok(())
 }
 
+/// That there is a file, and one for us to read, without opening it.
+fn require_readable(path: &Path) -> Result<(), OpenError> {
+    if !is_there(path)? {
+        return Err(OpenError::Missing(path.to_owned()));
+    }
+    match rustix::fs::access(path, Access::READ_OK).map_err(io::Error::from) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(OpenError::NotReadable(path.to_owned())),
+        // Whatever else may be wrong with it is found by whoever reads it.
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
 /// Looks at the first bytes before anything opens the file for writing.
 fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
-    let io_error = |source| unusable(path, source);
+    let io_error = |source: io::Error| match (is_there(path), source.kind()) {
+        (Err(unseen), _) => unseen,
+        (Ok(_), io::ErrorKind::PermissionDenied) => OpenError::NotReadable(path.to_owned()),
+        (Ok(_), _) => unusable(path, source),
+    };
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -685,9 +698,7 @@ fn require_sqlite(path: &Path) -> Result<(), OpenError> {
 
 /// That there is a database of this very version, for commands that work beside the daemon.
 async fn require_beside(path: &Path) -> Result<(), OpenError> {
-    if !path.exists() {
-        return Err(OpenError::Missing(path.to_owned()));
-    }
+    require_readable(path)?;
     require_sqlite(path)?;
     let applied = require_known_schema(path).await?;
     if applied < MIGRATIONS.iter().count() { Err(OpenError::Older(path.to_owned())) } else { Ok(()) }

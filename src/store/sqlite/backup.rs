@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{connect, options, require_known_schema, require_sqlite};
+use super::{connect, options, require_known_schema, require_readable, require_sqlite};
 use crate::metrics::DbErrorClass;
 use crate::store::{Error, OpenError};
 
@@ -21,9 +21,7 @@ pub struct Contents {
 /// # Errors
 /// When there is no database of ours, or the copy cannot be made.
 pub async fn copy(path: &Path, to: &Path) -> Result<(), OpenError> {
-    if !path.exists() {
-        return Err(OpenError::Missing(path.to_owned()));
-    }
+    require_readable(path)?;
     require_sqlite(path)?;
     // An older schema may be copied: that is what one does before an upgrade.
     require_known_schema(path).await?;
