@@ -59,13 +59,13 @@ enum Command {
     Check,
     /// Print the effective settings and where each came from
     Config(ConfigArgs),
-    /// Create the stream and the consumer where they are missing
+    /// Create the stream and the consumer where they are missing; exit 2 if `run` would refuse what is there
     Setup(SetupArgs),
     /// Delete the stream with all its messages (asks first), or only the consumer
     Teardown(TeardownArgs),
     /// Publish orders
     Publish(PublishArgs),
-    /// Show ack floor, pending, redelivered, processed and dead letters
+    /// Show ack floor, pending, redelivered, processed and dead letters; exit 1 if it shows a problem
     Status(StatusArgs),
     /// Look for messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there is one
     #[command(after_help = audit::AFTER_HELP)]
@@ -79,7 +79,7 @@ enum Command {
     Pause(PauseArgs),
     /// End a pause; the daemon goes on within two seconds
     Resume,
-    /// Exit 0 if the daemon on this machine is ready, 1 if not (for containers)
+    /// Exit 0 if the daemon on this machine is ready, 1 if not, 2 if the settings are wrong (for containers)
     Healthcheck,
 }
 
@@ -175,7 +175,8 @@ async fn dispatch(
         },
         Command::Config(args) => answer(config::run(&loaded, args.json, &mut out).map(|()| true)),
         Command::Setup(args) => match setup::setup(&settings, args, &mut out).await {
-            Ok(()) => ExitCode::SUCCESS,
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::from(OPERATOR),
             Err(error) => fail(FAILED, &chain(&error)),
         },
         Command::Teardown(args) => match setup::teardown(&settings, args, &mut out).await {
@@ -188,7 +189,7 @@ async fn dispatch(
                     format!("published {}, of which {} were known already\n", published.stored, published.duplicates);
                 answer(out.write_all(text.as_bytes()).map(|()| true))
             }
-            Err(error) => fail(FAILED, &chain(&error)),
+            Err(error) => fail(if error.is_about_flags() { OPERATOR } else { FAILED }, &chain(&error)),
         },
         Command::Status(args) => {
             if args.takes_the_screen()

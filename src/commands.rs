@@ -26,16 +26,16 @@ pub fn operator() -> String {
     format!("{user}@{}", whoami::hostname().unwrap_or_else(|_| "unknown".to_owned()))
 }
 
-/// Asks on the terminal, if there is one. Anything but `answer` is a no.
-fn confirmed(question: &str, answer: &str) -> io::Result<bool> {
+/// Asks on the terminal; `None` without one. Anything but `answer` is a no.
+fn confirmed(question: &str, answer: &str) -> io::Result<Option<bool>> {
     let stdin = io::stdin();
     if !stdin.is_terminal() {
-        return Ok(false);
+        return Ok(None);
     }
     let mut terminal = io::stderr();
     write!(terminal, "{question}")?;
     terminal.flush()?;
     let mut typed = String::new();
     stdin.read_line(&mut typed)?;
-    Ok(typed.trim() == answer)
+    Ok(Some(typed.trim() == answer))
 }

@@ -41,7 +41,7 @@ after a change of inbox.id_pointer, messages from before it look missing.
 #[derive(Debug, Args)]
 pub struct AuditArgs {
     /// Begin at this sequence of the stream [default: the first message]
-    #[arg(long, value_name = "SEQ")]
+    #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     from: Option<u64>,
     /// Apply what is missing through the handler; the daemon must be stopped or paused
     #[arg(long)]
@@ -50,7 +50,7 @@ pub struct AuditArgs {
     #[arg(long)]
     json: bool,
     /// Give up when nothing could be read for this long
-    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", default_value = "2m", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     patience: Duration,
 }
 

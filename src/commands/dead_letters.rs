@@ -56,11 +56,11 @@ struct Filters {
     /// Only letters of this subject; * is one token, > at the end is the rest
     #[arg(long, value_name = "SUBJECT", value_parser = SubjectPattern::from_str)]
     subject: Option<SubjectPattern>,
-    /// Only letters that died since then: 2h ago, or 2026-11-29T21:00:00Z
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    /// Only letters that died since TIME (UTC): 2026-11-29, 2026-11-29T21:00:00Z, or how long ago, such as 2h
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
     since: Option<SystemTime>,
-    /// Only letters that died before then
-    #[arg(long, value_name = "TIME", value_parser = time)]
+    /// Only letters that died before TIME
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
     until: Option<SystemTime>,
 }
 
@@ -69,7 +69,7 @@ pub struct ListArgs {
     #[command(flatten)]
     filters: Filters,
     /// Show this many at most [default: 100 in a table, all with --json]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     /// List what was replayed and discarded instead
     #[arg(long)]
@@ -126,7 +126,7 @@ pub struct DiscardArgs {
 
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// Write to this file, which must not exist [default: stdout]
+    /// Write to this file, which must not exist; - is standard output [default: -]
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -146,6 +146,12 @@ pub enum DeadLettersError {
     NoSuchId(String),
     #[error("no dead letter has the id {id:?}; it was {} by {} at {}", closed.closing.name(), closed.by, text::seconds(closed.at_ns))]
     ClosedAlready { id: String, closed: Closed },
+    #[error(
+        "nothing matches: the ids that were given are of other letters than --reason, --subject, --since and --until select"
+    )]
+    NothingMatches,
+    #[error("nothing was discarded")]
+    Declined,
     #[error("this gives {0} dead letters up for ever: confirm it with --yes")]
     NotConfirmed(usize),
     #[error("cannot write {}", .0.display())]
@@ -286,8 +292,12 @@ async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Re
         return Ok(());
     }
     let question = format!("Give {} dead letters up for ever? Type yes to confirm: ", keys.len());
-    if !args.yes && !confirmed(&question, "yes")? {
-        return Err(DeadLettersError::NotConfirmed(keys.len()));
+    if !args.yes {
+        match confirmed(&question, "yes")? {
+            Some(true) => {}
+            Some(false) => return Err(DeadLettersError::Declined),
+            None => return Err(DeadLettersError::NotConfirmed(keys.len())),
+        }
     }
     let mut store = Store::open_beside(&config.database.path).await?;
     let by = operator();
@@ -317,7 +327,7 @@ async fn discard_step(store: &mut Store, keys: &[(String, Digest)], by: &str) ->
 async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
     let mut reader = Reader::open(&config.database.path).await?;
     let letters = Letters::new(pile(args.closed), args.filters.which(vec![]), Order::OldestFirst);
-    let Some(path) = args.file else {
+    let Some(path) = args.file.filter(|path| path.as_os_str() != "-") else {
         write_all(letters, &mut reader, out).await?;
         return Ok(());
     };
@@ -366,6 +376,15 @@ impl Letters {
         self.left = left;
         Ok(Some(page))
     }
+
+    async fn have_none(mut self, reader: &mut Reader) -> Result<bool, store::Error> {
+        while let Some(page) = self.next(reader).await? {
+            if !page.is_empty() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
 }
 
 impl Filters {
@@ -381,7 +400,8 @@ impl Filters {
 }
 
 impl Selection {
-    /// The letters that are there now, oldest first. Every id that is named must be one of a letter.
+    /// The letters that are there now, oldest first. Every id that is named must be one of a letter, and the filters must leave
+    /// one of them.
     async fn letters(&self, reader: &mut Reader) -> Result<Letters, DeadLettersError> {
         for id in &self.ids {
             let which = Which { ids: vec![id.clone()], ..Which::default() };
@@ -394,8 +414,14 @@ impl Selection {
             }
         }
         let through = reader.last_row().await?;
-        let left = Some(Range { through, ..Range::ALL });
-        Ok(Letters { left, ..Letters::new(Pile::Open, self.filters.which(self.ids.clone()), Order::OldestFirst) })
+        let letters = || Letters {
+            left: Some(Range { through, ..Range::ALL }),
+            ..Letters::new(Pile::Open, self.filters.which(self.ids.clone()), Order::OldestFirst)
+        };
+        if !self.ids.is_empty() && letters().have_none(reader).await? {
+            return Err(DeadLettersError::NothingMatches);
+        }
+        Ok(letters())
     }
 }
 
@@ -428,11 +454,12 @@ fn reasons() -> impl TypedValueParser<Value = Reason> {
     })
 }
 
-/// `2h`, which is two hours ago, or a moment as RFC 3339 has it.
+/// `2h`, which is two hours ago, a moment as RFC 3339 has it, or a date, which is its midnight in UTC.
 fn time(text: &str) -> Result<SystemTime, String> {
     let ago = humantime::parse_duration(text).ok().and_then(|ago| SystemTime::now().checked_sub(ago));
     ago.or_else(|| humantime::parse_rfc3339_weak(text).ok())
-        .ok_or_else(|| "a duration such as 90m or 2d, or a moment such as 2026-11-29T21:00:00Z".to_owned())
+        .or_else(|| humantime::parse_rfc3339(&format!("{text}T00:00:00Z")).ok())
+        .ok_or_else(|| "give 90m or 2d for so long ago, a date such as 2026-11-29, or 2026-11-29T21:00:00Z".to_owned())
 }
 
 #[cfg(test)]
@@ -446,7 +473,9 @@ mod tests {
         let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
         assert_eq!(time("2023-11-14T22:13:20Z").unwrap(), moment);
         assert_eq!(time("2023-11-14 22:13:20").unwrap(), moment);
-        for bad in ["", "soon", "2", "2023"] {
+        let midnight = SystemTime::UNIX_EPOCH + Duration::from_secs(1_699_920_000);
+        assert_eq!(time("2023-11-14").unwrap(), midnight);
+        for bad in ["", "soon", "2", "2023", "2h ago", "2023-11", "2023-13-01", "-2h"] {
             assert!(time(bad).is_err(), "{bad}");
         }
     }

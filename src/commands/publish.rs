@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
-use async_nats::jetstream::context::PublishAckFuture;
+use async_nats::jetstream::context::{self, PublishAckFuture, PublishErrorKind};
 use async_nats::jetstream::{self, Context};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use indicatif::ProgressBar;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
@@ -25,20 +25,22 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Orders to publish: `--count` made-up ones, or one a line from a file or standard input.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("orders").required(true).args(["count", "file"])))]
 pub struct PublishArgs {
     /// Publish this many orders, "Order Data 1" and so on
-    #[arg(long, conflicts_with = "file", required_unless_present = "file", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     count: Option<u64>,
     /// File with one order a line; - for standard input
+    #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
     /// Subject to publish on [default: new below the stream: ORDERS.new]
     #[arg(long)]
     subject: Option<String>,
-    /// Number of the first order
-    #[arg(long, default_value_t = 1)]
+    /// Number of the first order; in a FILE, the first line that is published
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     start: u64,
     /// Message ids are this, a dash and the number; give the same again and repeated orders are duplicates [default: random]
-    #[arg(long)]
+    #[arg(long, value_name = "TEXT")]
     id_prefix: Option<String>,
 }
 
@@ -52,14 +54,30 @@ pub enum PublishError {
         #[source]
         source: std::io::Error,
     },
-    #[error("subject {0:?} cannot be published on; give one without white space, * and >")]
+    #[error("subject {0:?} cannot be published on; give one without white space, control characters, * and >")]
     Subject(String),
+    #[error(
+        "--id-prefix {0:?} cannot begin a message id; give text without control characters, and no white space in front"
+    )]
+    IdPrefix(String),
+    #[error("--start {start} and --count {count} go beyond the largest number there is; give a smaller --start")]
+    TooMany { start: u64, count: u64 },
     #[error("line {number} of {} is longer than any server takes", path.display())]
     TooLong { path: PathBuf, number: u64 },
     #[error(
-        "order {number} was not stored ({error}); {stored} were. Repeat from there with --start {number} --id-prefix {prefix}"
+        "order {number} was not stored ({error}); {stored} were. Repeat from there with {rest} --start {number} --id-prefix {prefix}"
     )]
-    NotStored { number: u64, stored: u64, prefix: String, error: String },
+    NotStored { number: u64, stored: u64, rest: String, prefix: String, error: String },
+}
+
+impl PublishError {
+    /// Whether it takes other flags, so that nothing was tried.
+    pub fn is_about_flags(&self) -> bool {
+        match self {
+            Self::Subject(_) | Self::IdPrefix(_) | Self::TooMany { .. } => true,
+            Self::Connect(_) | Self::Input { .. } | Self::TooLong { .. } | Self::NotStored { .. } => false,
+        }
+    }
 }
 
 /// What came of it.
@@ -72,30 +90,40 @@ pub struct Published {
 
 /// Publishes in order. Returns when the server has confirmed each.
 pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, PublishError> {
-    let subject = args.subject.unwrap_or_else(|| format!("{}.new", config.consumer.stream));
+    let subject = args.subject.unwrap_or_else(|| subject_of(&config.consumer.stream));
     // The server takes a wildcard for a name like any other, and no filter would mean what it says.
-    if subject.is_empty() || subject.contains(|c: char| c.is_whitespace() || c == '*' || c == '>') {
+    if subject.is_empty() || subject.contains(|c: char| c.is_whitespace() || c.is_control() || c == '*' || c == '>') {
         return Err(PublishError::Subject(subject));
     }
+    let prefix = args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..)));
+    // A header cannot hold control characters, and loses white space in front on its way.
+    if prefix.is_empty() || prefix.starts_with(char::is_whitespace) || prefix.contains(char::is_control) {
+        return Err(PublishError::IdPrefix(prefix));
+    }
+    let (start, count) = (args.start, args.count.unwrap_or_default());
+    let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
     let client = connection::connect(&config.nats, None).await?;
     let mut publisher = Publisher {
         jetstream: jetstream::new(client),
         subject,
-        prefix: args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..))),
-        number: args.start,
+        stream: config.consumer.stream.clone(),
+        prefix,
+        number: start,
+        end,
+        file: args.file.clone(),
         in_flight: VecDeque::with_capacity(IN_FLIGHT_MAX),
         published: Published::default(),
         progress: Progress::new(args.count),
     };
     match args.file {
-        Some(path) if path.as_os_str() == "-" => publisher.lines(&path, tokio::io::stdin(), args.start).await?,
+        Some(path) if path.as_os_str() == "-" => publisher.lines(&path, tokio::io::stdin(), start).await?,
         Some(path) => {
             let file = tokio::fs::File::open(&path).await;
             let file = file.map_err(|source| PublishError::Input { path: path.clone(), source })?;
-            publisher.lines(&path, file, args.start).await?;
+            publisher.lines(&path, file, start).await?;
         }
         None => {
-            for _ in 0..args.count.unwrap_or_default() {
+            while publisher.number < end {
                 let payload = format!("Order Data {}", publisher.number);
                 publisher.publish(payload.into_bytes()).await?;
             }
@@ -104,11 +132,20 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     publisher.finish().await
 }
 
+/// Where orders go unless it is said.
+fn subject_of(stream: &str) -> String {
+    format!("{stream}.new")
+}
+
 struct Publisher {
     jetstream: Context,
     subject: String,
+    stream: String,
     prefix: String,
     number: u64,
+    /// One after the last number, if there is no file.
+    end: u64,
+    file: Option<PathBuf>,
     in_flight: VecDeque<(u64, PublishAckFuture)>,
     published: Published,
     progress: Progress,
@@ -170,9 +207,23 @@ impl Publisher {
         Ok(self.published)
     }
 
-    fn not_stored(&self, number: u64, error: impl std::fmt::Display) -> PublishError {
+    fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
         let (stored, prefix) = (self.published.stored, self.prefix.clone());
-        PublishError::NotStored { number, stored, prefix, error: error.to_string() }
+        let mut rest = match &self.file {
+            Some(path) => path.display().to_string(),
+            None => format!("--count {}", self.end - number),
+        };
+        // What this run was told is what the next one must be told.
+        if self.subject != subject_of(&self.stream) {
+            rest = format!("{rest} --subject {}", self.subject);
+        }
+        let error = match error.kind() {
+            PublishErrorKind::StreamNotFound => {
+                format!("no stream takes {}; create it with `order-processor setup`", self.subject)
+            }
+            _ => error.to_string(),
+        };
+        PublishError::NotStored { number, stored, rest, prefix, error }
     }
 }
 

@@ -4,15 +4,17 @@ use std::io::Write;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{self, AckPolicy};
-use async_nats::jetstream::context::{ConsumerInfoErrorKind, CreateStreamErrorKind, GetStreamErrorKind};
-use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, StorageType};
+use async_nats::jetstream::context::{
+    ConsumerInfoErrorKind, CreateStreamErrorKind, DeleteStreamErrorKind, GetStreamErrorKind,
+};
+use async_nats::jetstream::stream::{self, ConsumerErrorKind, DiscardPolicy, RetentionPolicy, StorageType};
 use async_nats::jetstream::{self, ErrorCode};
 use clap::Args;
 
 use crate::commands::confirmed;
 use crate::config::{ByteSize, Config};
 use crate::consumer::connection::{self, ConnectError};
-use crate::consumer::gate::{self, Expectations};
+use crate::consumer::gate::{self, Expectations, Severity};
 
 /// Limits of what `setup` creates. The defaults fit the daemon's own.
 #[derive(Debug, Args)]
@@ -21,22 +23,22 @@ pub struct SetupArgs {
     #[arg(long, value_delimiter = ',')]
     subjects: Vec<String>,
     /// Oldest messages go when the stream is larger than this; 0 for no limit
-    #[arg(long, default_value = "10GiB")]
+    #[arg(long, default_value = "10GiB", allow_hyphen_values = true)]
     max_bytes: ByteSize,
     /// Messages go when they are older than this; 0s for no limit
-    #[arg(long, default_value = "30d", value_parser = humantime::parse_duration)]
+    #[arg(long, default_value = "30d", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     max_age: Duration,
     /// How long the server recognises a repeated Nats-Msg-Id by itself
-    #[arg(long, default_value = "2m", value_parser = humantime::parse_duration)]
+    #[arg(long, default_value = "2m", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     duplicate_window: Duration,
     /// Copies of the stream in a cluster
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, allow_negative_numbers = true)]
     replicas: usize,
     /// How long a delivery may stay unacknowledged
-    #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
+    #[arg(long, default_value = "30s", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     ack_wait: Duration,
-    /// Messages that may be delivered and not yet acknowledged
-    #[arg(long, default_value_t = 10_000)]
+    /// Messages that may be delivered and not yet acknowledged; -1 for no limit
+    #[arg(long, default_value_t = 10_000, allow_negative_numbers = true)]
     max_ack_pending: i64,
 }
 
@@ -60,12 +62,17 @@ pub enum SetupError {
     Server { what: String, error: String },
     #[error("this deletes every message of stream {0}: confirm it with --yes")]
     NotConfirmed(String),
+    #[error("nothing was deleted")]
+    Declined,
+    #[error("{0} does not exist")]
+    Missing(String),
     #[error("cannot write the answer")]
     Output(#[from] std::io::Error),
 }
 
-/// Creates stream and consumer where they are missing. What exists is left as it is, and said so.
-pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Result<(), SetupError> {
+/// Creates stream and consumer where they are missing. What exists is left as it is, and said so. `false` if the daemon would
+/// refuse it.
+pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Result<bool, SetupError> {
     let jetstream = jetstream::new(connection::connect(&config.nats, None).await?);
     let (stream_name, consumer_name) = (&config.consumer.stream, &config.consumer.name);
     let subjects = if args.subjects.is_empty() { vec![format!("{stream_name}.*")] } else { args.subjects };
@@ -123,32 +130,47 @@ pub async fn teardown(config: &Config, args: TeardownArgs, out: &mut impl Write)
     let jetstream = jetstream::new(connection::connect(&config.nats, None).await?);
     let (stream, consumer) = (&config.consumer.stream, &config.consumer.name);
     let question = format!("Delete stream {stream} and every message in it? Type its name to confirm: ");
-    if !args.yes && !args.consumer_only && !confirmed(&question, stream)? {
-        return Err(SetupError::NotConfirmed(stream.clone()));
+    if !args.yes && !args.consumer_only {
+        match confirmed(&question, stream)? {
+            Some(true) => {}
+            Some(false) => return Err(SetupError::Declined),
+            None => return Err(SetupError::NotConfirmed(stream.clone())),
+        }
     }
     if args.consumer_only {
-        jetstream
-            .delete_consumer_from_stream(consumer, stream)
-            .await
-            .map_err(|error| refused(format!("delete consumer {consumer}"), error))?;
+        let deleted = jetstream.delete_consumer_from_stream(consumer, stream).await;
+        deleted.map_err(|error| match error.kind() {
+            ConsumerErrorKind::JetStream(error) if error.error_code() == ErrorCode::CONSUMER_NOT_FOUND => {
+                SetupError::Missing(format!("consumer {consumer} of stream {stream}"))
+            }
+            ConsumerErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => {
+                SetupError::Missing(format!("stream {stream}"))
+            }
+            _ => refused(format!("delete consumer {consumer}"), error),
+        })?;
         writeln!(out, "consumer {consumer} deleted")?;
         return Ok(());
     }
-    jetstream.delete_stream(stream).await.map_err(|error| refused(format!("delete stream {stream}"), error))?;
+    jetstream.delete_stream(stream).await.map_err(|error| match error.kind() {
+        DeleteStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => {
+            SetupError::Missing(format!("stream {stream}"))
+        }
+        _ => refused(format!("delete stream {stream}"), error),
+    })?;
     writeln!(out, "stream {stream} deleted, and its consumers with it")?;
     Ok(())
 }
 
-/// What exists may not be what the daemon needs: say so now, not at its start.
-async fn report_findings(config: &Config, stream: &stream::Stream, out: &mut impl Write) -> Result<(), SetupError> {
+/// What exists may not be what the daemon needs: say so now, not at its start. `false` if the daemon would not start.
+async fn report_findings(config: &Config, stream: &stream::Stream, out: &mut impl Write) -> Result<bool, SetupError> {
     let name = &config.consumer.name;
     let consumer = stream.consumer_info(name).await;
     let consumer = consumer.map_err(|error| refused(format!("look at consumer {name}"), error))?;
-    let ours = Expectations::of(config);
-    for finding in gate::examine(stream.cached_info(), &consumer, ours) {
+    let findings = gate::examine(stream.cached_info(), &consumer, Expectations::of(config));
+    for finding in &findings {
         writeln!(out, "{}: {}", finding.severity.name(), finding.text)?;
     }
-    Ok(())
+    Ok(findings.iter().all(|finding| finding.severity == Severity::Warned))
 }
 
 /// The server refuses a duplicate window longer than `max_age`.

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::healthcheck::{self, HealthcheckError};
 use crate::config::Config;
+use crate::consumer::gate::{self, Expectations, Severity};
 use crate::consumer::{self, Found, connection};
 use crate::errors::chain;
 use crate::pause::{self, Pause};
@@ -28,8 +29,8 @@ pub struct StatusArgs {
     /// Show it again and again: on a terminal as a view of its own, elsewhere a line each time
     #[arg(long)]
     watch: bool,
-    /// How often to look, with --watch
-    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = humantime::parse_duration)]
+    /// How often to look
+    #[arg(long, value_name = "DURATION", default_value = "1s", requires = "watch", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     interval: Duration,
 }
 
@@ -77,7 +78,8 @@ struct StreamStatus {
     bytes: Option<u64>,
 }
 
-/// Prints the status once or again and again. `false` if something could not be learnt.
+/// Prints the status once or again and again. `false` if there is a problem: something could not be learnt,
+/// or the daemon would refuse what is there.
 pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io::Result<bool> {
     let interval = args.interval.max(INTERVAL_MIN);
     let mut source = Source { config, client: None };
@@ -112,6 +114,11 @@ impl Source<'_> {
             tokio::join!(self.server(), sqlite::counts_of(&config.database.path), daemon(config.http.listen));
         let mut problems = Vec::new();
         let found = found.map_err(|problem| problems.push(problem)).ok();
+        if let Some(found) = &found {
+            let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
+            let refused = findings.into_iter().filter(|finding| finding.severity == Severity::Refused);
+            problems.extend(refused.map(|finding| finding.text));
+        }
         let counts = match counts {
             Ok(counts) => Some(counts),
             Err(error) => {

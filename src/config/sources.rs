@@ -67,6 +67,11 @@ pub fn env_layer(env: impl IntoIterator<Item = (OsString, OsString)>, problems: 
     let mut variables = Map::new();
     for (name, value) in env {
         let shown_name = name.to_string_lossy();
+        if let Some(wanted) = with_one_underscore(&shown_name) {
+            let what = format!("unknown key; did you mean {wanted}? Two underscores stand between all parts");
+            problems.push(format!("environment {}: {what}", shown_name.escape_debug()));
+            continue;
+        }
         // In any case, since a setting must not be ignored because its name is in small letters.
         if !shown_name.get(..ENV_PREFIX.len()).is_some_and(|start| start.eq_ignore_ascii_case(ENV_PREFIX)) {
             continue;
@@ -89,6 +94,20 @@ pub fn env_layer(env: impl IntoIterator<Item = (OsString, OsString)>, problems: 
         layer.place(&key, value, &format!("environment {}", variable(&key)), problems);
     }
     layer
+}
+
+/// The variable that `ORDER_PROCESSOR_BATCH__MAX_BYTES` was to be. `None` for what deployments put under the same prefix, such as
+/// the `ORDER_PROCESSOR_PORT_9464_TCP` of a Kubernetes service: that has no two underscores after one of our sections.
+fn with_one_underscore(name: &str) -> Option<String> {
+    let prefix = ENV_PREFIX.len() - 1;
+    let (start, rest) = (name.get(..prefix)?, name.get(prefix..)?);
+    if !start.eq_ignore_ascii_case(&ENV_PREFIX[..prefix]) || rest.starts_with('_') {
+        return None;
+    }
+    let (section, _) = rest.split_once("__")?;
+    sections().find(|known| known.eq_ignore_ascii_case(section))?;
+    let key = rest.replace("__", ".").to_lowercase();
+    Some(variable(nearest(&key, SETTINGS.iter().map(|setting| setting.key)).1))
 }
 
 /// The variable that sets `key`. Names in capitals only, so there is exactly one.
@@ -144,10 +163,7 @@ fn sections() -> impl Iterator<Item = &'static str> {
 
 /// The value of an unknown key is never shown: it may be `nats.password`.
 fn unknown(what: &str, key: &str, origin: &str, candidates: impl Iterator<Item = &'static str>) -> String {
-    let (distance, nearest) = candidates
-        .map(|candidate| (edit_distance(&key.to_lowercase(), candidate), candidate))
-        .min()
-        .expect("there are settings, so there are candidates");
+    let (distance, nearest) = nearest(key, candidates);
     let nearest = match origin.strip_prefix("environment") {
         Some(_) => format!("{nearest} ({})", variable(nearest)),
         None => nearest.to_owned(),
@@ -158,6 +174,13 @@ fn unknown(what: &str, key: &str, origin: &str, candidates: impl Iterator<Item =
         false => format!("the nearest known one is {nearest}"),
     };
     format!("{key} ({origin}): unknown {what}; {hint}")
+}
+
+fn nearest(key: &str, candidates: impl Iterator<Item = &'static str>) -> (usize, &'static str) {
+    candidates
+        .map(|candidate| (edit_distance(&key.to_lowercase(), candidate), candidate))
+        .min()
+        .expect("there are settings, so there are candidates")
 }
 
 /// Levenshtein: how many characters must be inserted, removed or replaced to make `b` of `a`.

@@ -334,8 +334,24 @@ fn what_belongs_together_is_refused_alone() {
 #[test]
 fn kubernetes_service_links_do_not_matter() {
     let expected = config(&[]);
-    let links = [("ORDER_PROCESSOR_PORT", "tcp://10.0.0.1:80"), ("ORDER_PROCESSOR_SERVICE_HOST", "10.0.0.1")];
+    let links = [
+        ("ORDER_PROCESSOR_PORT", "tcp://10.0.0.1:80"),
+        ("ORDER_PROCESSOR_SERVICE_HOST", "10.0.0.1"),
+        ("ORDER_PROCESSOR_PORT_9464_TCP", "tcp://10.0.0.1:9464"),
+        ("ORDER_PROCESSOR_LOG_SERVICE_HOST", "10.0.0.1"),
+        ("ORDER_PROCESSOR_IMAGE__TAG", "1"),
+    ];
     assert_eq!(config(&links), expected);
+}
+
+#[test]
+fn a_variable_with_one_underscore_too_few_is_refused_rather_than_ignored() {
+    let line = problem("", &[("ORDER_PROCESSOR_BATCH__MAX_MESSAGES", "3")]);
+    assert_holds(&line, &["environment ORDER_PROCESSOR_BATCH__MAX_MESSAGES: unknown key"]);
+    assert_holds(&line, &["did you mean ORDER_PROCESSOR__BATCH__MAX_MESSAGES?"]);
+    let line = problem("", &[("order_processor_nats__tls__ca_fil", "hunter2")]);
+    assert_holds(&line, &["did you mean ORDER_PROCESSOR__NATS__TLS__CA_FILE?"]);
+    assert!(!line.contains("hunter2"), "{line}");
 }
 
 #[test]

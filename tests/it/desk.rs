@@ -342,6 +342,13 @@ async fn dead_letters_are_listed_shown_and_exported_whole() {
     assert_eq!(listed(&["--subject", "*.new", "--reason", "permanent"]).await, ["o-1", "o-3"]);
     assert_eq!(listed(&["--subject", "ORDERS.>", "--since", "1h", "--limit", "1"]).await, ["used"]);
     assert_eq!(listed(&["--until", "1h"]).await, [""; 0]);
+    assert_eq!(listed(&["--since", "2099-01-01"]).await, [""; 0]);
+    assert_eq!(listed(&["--until", "2099-01-01", "--reason", "conflict"]).await, ["used"]);
+    for action in ["replay", "discard"] {
+        let finished = spec.run(&["dead-letters", action, "o-1", "--subject", "ORDERS.changed"]).await;
+        assert_eq!(finished.code, Some(1), "{finished:?}");
+        assert!(finished.complaints()[0].starts_with("order-processor: nothing matches"), "{finished:?}");
+    }
     assert_eq!(listed(&["--since", "2099-01-01T00:00:00Z"]).await, [""; 0]);
 
     let shown = spec.run_ok(&["dead-letters", "show", "o-1"]).await.stdout;
@@ -354,6 +361,8 @@ async fn dead_letters_are_listed_shown_and_exported_whole() {
 
     let file = spec.folder().join("letters.ndjson");
     let exported = spec.run_ok(&["dead-letters", "export"]).await.stdout;
+    assert_eq!(spec.run_ok(&["dead-letters", "export", "-"]).await.stdout, exported);
+    assert!(!spec.folder().join("-").exists());
     spec.run_ok(&["dead-letters", "export", "letters.ndjson"]).await;
     assert_eq!(std::fs::read_to_string(&file).unwrap(), exported);
     assert_eq!(mode(&file), 0o600);

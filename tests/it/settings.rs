@@ -34,6 +34,20 @@ async fn unknown_keys_are_errors_that_name_key_and_source() {
 }
 
 #[tokio::test]
+async fn a_variable_with_one_underscore_too_few_is_an_error_and_those_of_a_deployment_are_none() {
+    let run = async |name: &str| spec().command(&["config"]).env(name, "3").output().unwrap();
+    let finished = run("ORDER_PROCESSOR_BATCH__MAX_MESSAGES").await;
+    let said = String::from_utf8(finished.stderr).unwrap();
+    assert_eq!(finished.status.code(), Some(2), "{said}");
+    assert!(said.contains("did you mean ORDER_PROCESSOR__BATCH__MAX_MESSAGES?"), "{said}");
+    for name in ["ORDER_PROCESSOR_SERVICE_HOST", "ORDER_PROCESSOR_PORT_9464_TCP", "ORDER_PROCESSOR_BATCH_SERVICE_PORT"]
+    {
+        let finished = run(name).await;
+        assert_eq!(finished.status.code(), Some(0), "{name}: {finished:?}");
+    }
+}
+
+#[tokio::test]
 async fn bad_values_are_errors_that_name_key_source_and_what_is_allowed() {
     for (key, value) in [
         ("retry.max_attempts", "0"),
@@ -119,7 +133,39 @@ async fn bad_flags_are_exit_code_2() {
     refused(&spec(), &["run", "--no-such-flag"], &["--no-such-flag"]).await;
     refused(&spec(), &["walk"], &["walk"]).await;
     refused(&spec(), &[], &[]).await;
-    refused(&spec(), &["publish", "--count=-1"], &["--count"]).await;
+    refused(&spec(), &["publish"], &["--count", "FILE"]).await;
+    refused(&spec(), &["publish", "--count", "3", "orders.txt"], &["--count", "FILE"]).await;
+    refused(&spec(), &["status", "--interval", "1s"], &["--watch"]).await;
+    for (arguments, flag) in [
+        (&["publish", "--count=-1"][..], "--count"),
+        (&["publish", "--count", "1", "--start", "-5"], "--start"),
+        (&["setup", "--replicas", "-1"], "--replicas"),
+        (&["setup", "--max-bytes", "-1GiB"], "--max-bytes"),
+        (&["setup", "--max-age", "-5s"], "--max-age"),
+        (&["status", "--watch", "--interval", "-1s"], "--interval"),
+        (&["dead-letters", "list", "--limit", "-1"], "--limit"),
+        (&["dead-letters", "list", "--since", "-2h"], "--since"),
+        (&["dead-letters", "list", "--since", "2h ago"], "--since"),
+        (&["audit", "--from", "-1"], "--from"),
+    ] {
+        refused(&spec(), arguments, &["invalid value", flag]).await;
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_published_is_exit_code_2_and_one_line_before_anybody_looks_for_a_server() {
+    for (arguments, word) in [
+        (["--count=1", "--id-prefix", "a\nb"], "--id-prefix"),
+        (["--count=1", "--id-prefix", "a\u{7f}"], "--id-prefix"),
+        (["--count=1", "--id-prefix", " a"], "--id-prefix"),
+        (["--count=1", "--id-prefix", ""], "--id-prefix"),
+        (["--count=2", "--start", "18446744073709551615"], "--start"),
+        (["--count=1", "--subject", "ORDERS.*"], "subject"),
+        (["--count=1", "--subject", "ORDERS.\u{1}"], "subject"),
+    ] {
+        let finished = refused(&spec(), &[&["publish"], &arguments[..]].concat(), &[word]).await;
+        assert_eq!(finished.complaints().len(), 1, "{finished:?}");
+    }
 }
 
 #[tokio::test]

@@ -5,9 +5,10 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-use async_nats::jetstream::consumer::AckPolicy;
-use async_nats::jetstream::stream::{RetentionPolicy, StorageType};
+use async_nats::jetstream::consumer::{AckPolicy, push};
+use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, StorageType};
 
+use crate::support::nats::{CONSUMER, consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 #[tokio::test]
@@ -109,6 +110,83 @@ async fn teardown_asks_first() {
         broker.jetstream.get_stream("ORDERS").await.map_or(Ok(()), |_| Err("still there"))
     })
     .await;
+    let again = spec.run(&["teardown", "--yes"]).await;
+    assert_eq!(again.complaints(), ["order-processor: stream ORDERS does not exist"]);
+    assert_eq!(again.code, Some(1));
+    let again = spec.run(&["teardown", "--consumer-only"]).await;
+    assert_eq!(again.complaints(), ["order-processor: stream ORDERS does not exist"]);
+    broker.create(stream_config(), consumer_config()).await;
+    spec.run_ok(&["teardown", "--consumer-only"]).await;
+    let again = spec.run(&["teardown", "--consumer-only"]).await;
+    assert_eq!(again.complaints(), ["order-processor: consumer order-processor of stream ORDERS does not exist"]);
+}
+
+#[tokio::test]
+async fn what_the_daemon_would_refuse_is_exit_code_2_of_setup_and_a_problem_of_the_status() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let status = spec.run_ok(&["status"]).await.stdout;
+    assert!(!status.contains("problem"), "{status}");
+    broker.delete_consumer().await;
+    broker
+        .create_push_consumer(push::Config {
+            durable_name: Some(CONSUMER.into()),
+            deliver_subject: "deliver.here".into(),
+            ack_policy: AckPolicy::Explicit,
+            ..Default::default()
+        })
+        .await;
+
+    let finished = spec.run(&["setup"]).await;
+    assert_eq!(finished.code, Some(2), "{finished:?}");
+    assert!(finished.stdout.contains("refused: consumer order-processor is a push consumer"), "{finished:?}");
+    let finished = spec.run(&["status"]).await;
+    assert_eq!(finished.code, Some(1), "{finished:?}");
+    assert!(finished.stdout.contains("problem       consumer order-processor is a push consumer"), "{finished:?}");
+}
+
+#[tokio::test]
+async fn publish_without_a_stream_says_what_makes_one() {
+    let server = NatsServer::start().await;
+    let finished = DaemonSpec::new(server.url()).run(&["publish", "--count", "1"]).await;
+    assert_eq!(finished.code, Some(1), "{finished:?}");
+    let complaints = finished.complaints();
+    assert_eq!(complaints.len(), 1, "{finished:?}");
+    assert!(
+        complaints[0].contains("no stream takes ORDERS.new; create it with `order-processor setup`"),
+        "{finished:?}"
+    );
+}
+
+#[tokio::test]
+async fn publish_that_is_broken_off_says_how_to_go_on_and_then_every_order_is_there_once() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let full = stream::Config { max_messages: 3, discard: DiscardPolicy::New, ..stream_config() };
+    broker.create(full.clone(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    std::fs::write(spec.folder().join("orders.txt"), "a\nb\nc\nd\n").unwrap();
+    for (arguments, words, messages) in [
+        (&["publish", "--count", "10", "--start", "5"][..], "--count 7 --start 8 --id-prefix ", 10),
+        (
+            &["publish", "orders.txt", "--subject", "ORDERS.x"],
+            "orders.txt --subject ORDERS.x --start 4 --id-prefix ",
+            4,
+        ),
+    ] {
+        broker.purge().await;
+        broker.jetstream.update_stream(full.clone()).await.unwrap();
+        let finished = spec.run(arguments).await;
+        assert_eq!(finished.code, Some(1), "{finished:?}");
+        let (_, rest) = finished.stderr.split_once("Repeat from there with ").unwrap_or_else(|| panic!("{finished:?}"));
+        assert!(rest.starts_with(words), "{finished:?}");
+
+        broker.jetstream.update_stream(stream_config()).await.unwrap();
+        let again: Vec<&str> = std::iter::once("publish").chain(rest.split_whitespace()).collect();
+        spec.run_ok(&again).await;
+        assert_eq!(broker.stream_info().await.state.messages, messages, "{again:?}");
+    }
 }
 
 #[tokio::test]

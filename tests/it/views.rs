@@ -214,6 +214,27 @@ async fn ctrl_c_ends_the_live_view_also_while_the_server_does_not_answer() {
 }
 
 #[tokio::test]
+async fn a_no_on_the_terminal_deletes_and_discards_nothing_and_says_so() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let Some(tmux) = Tmux::start(&spec, &["teardown"], (100, 24)) else { return };
+    tmux.shows(&["Type its name to confirm:"]).await;
+    tmux.ask(&["send-keys", "-t", "view", "ORDER", "Enter"]);
+    tmux.shows(&["order-processor: nothing was deleted", "ended with 1"]).await;
+    drop(tmux);
+    assert_eq!(broker.stream_info().await.state.messages, 0, "the stream is there");
+
+    let spec = spec.set("inbox.id_pointer", "/id");
+    broker.publish("no JSON").await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let Some(tmux) = Tmux::start(&spec, &["dead-letters", "discard", "--all"], (100, 24)) else { return };
+    tmux.shows(&["Type yes to confirm:"]).await;
+    tmux.ask(&["send-keys", "-t", "view", "n", "Enter"]);
+    tmux.shows(&["order-processor: nothing was discarded", "ended with 1"]).await;
+    assert_eq!(spec.db().count("dead_letters").await, 1);
+}
+
+#[tokio::test]
 async fn without_a_terminal_the_watch_prints_a_line_each_time() {
     let (server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
