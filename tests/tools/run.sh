@@ -29,7 +29,7 @@ main() {
 
 In a second terminal:
   ORDER_PROCESSOR__NATS__URL=$url $order_processor publish --count 5
-  ORDER_PROCESSOR__NATS__URL=$url ORDER_PROCESSOR__DATABASE__URL=$ORDER_PROCESSOR__DATABASE__URL $order_processor status
+  ORDER_PROCESSOR__NATS__URL=$url ORDER_PROCESSOR__DATABASE__URL=$ORDER_PROCESSOR__DATABASE__URL ORDER_PROCESSOR__HTTP__LISTEN=$ORDER_PROCESSOR__HTTP__LISTEN $order_processor status
   curl http://127.0.0.1:$http_port/metrics
 Ctrl-C stops.
 
