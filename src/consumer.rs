@@ -88,7 +88,7 @@ pub struct Consumer {
     suspicious: bool,
     /// Up to here no message in the stream is unreadable.
     clean_through: Arc<AtomicU64>,
-    /// Of the last look. That it moves shows that the server takes our acknowledgements.
+    /// The consumer sequence of the last look at this consumer.
     ack_floor: u64,
     positions: Positions,
     paused: bool,
@@ -399,6 +399,7 @@ impl Consumer {
 
     fn bound(&mut self, mut link: Link, found: Found) -> Event {
         let created = found.created();
+        let first = self.last.is_none();
         let another_stream = self.last.is_some_and(|last| last.0 != created.0);
         let another_consumer = self.last.is_some_and(|last| last.1 != created.1);
         self.last = Some(created);
@@ -422,6 +423,11 @@ impl Consumer {
         tracing::info!(%stream, %consumer, ack_floor, pending = found.consumer.num_pending, "bound");
         self.telemetry.health.set_bound(Ok(()));
         let view = found.view();
+        if first || another_stream || another_consumer {
+            // Where this consumer stands is none of our doing.
+            self.ack_floor = view.ack_floor_consumer_seq;
+        }
+        self.note_ack_floor(&view);
         self.telemetry.consumer_seen(&view);
         if another_stream || another_consumer {
             // They are about the one before.
@@ -464,16 +470,21 @@ impl Consumer {
         self.note(notices);
         self.note_pause(&found.consumer);
         let view = found.view();
-        if view.ack_floor_consumer_seq > self.ack_floor {
-            self.telemetry.health.set_acks(Ok(()));
-        }
-        self.ack_floor = view.ack_floor_consumer_seq;
+        self.note_ack_floor(&view);
         self.telemetry.consumer_seen(&view);
         let edited = match &mut self.state {
             State::Bound(session) => session.follow(found),
             State::Down { .. } | State::Binding(_) => None,
         };
         Ok(Event::Seen { view, edited })
+    }
+
+    /// A floor that has risen shows that the server takes our acknowledgements, whatever it denied before.
+    fn note_ack_floor(&mut self, view: &ConsumerView) {
+        if view.ack_floor_consumer_seq > self.ack_floor {
+            self.telemetry.health.set_acks(Ok(()));
+        }
+        self.ack_floor = view.ack_floor_consumer_seq;
     }
 
     /// Says each warning once, for as long as it holds.

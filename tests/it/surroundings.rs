@@ -411,3 +411,29 @@ async fn acknowledgements_that_are_not_permitted_are_seen() {
     assert!(errors >= Some(1.0), "{errors:?}");
     worker.drain().await;
 }
+
+#[tokio::test]
+async fn acknowledgements_that_are_not_permitted_stay_seen_on_a_consumer_that_had_some() {
+    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
+                  publish: {allow: [\"$JS.API.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
+    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
+    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+    let broker = Broker::connect_with(&server, options).await;
+    broker.create(stream_config(), consumer_config()).await;
+    broker.publish_numbered(1..=3).await;
+    let mut spec = DaemonSpec::new(server.url().replace("//", "//admin:admin@"));
+    spec.run_ok(&["run", "--until-idle"]).await;
+    broker.acknowledged(3).await;
+
+    spec.change("nats.url", server.url());
+    broker.publish("Order Data 4").await;
+    let mut worker = spec.start();
+    worker.not_ready("acks: the server denies us a subject").await;
+    // So that it can be told when the daemon has looked at the consumer again.
+    broker.publish("Order Data 5").await;
+    worker.metric("stream_last_seq", 5.0).await;
+    let (status, body) = worker.get("/readyz").await;
+    assert!(status == 503 && body.contains("acks: the server denies us a subject"), "{status} {body}");
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 3);
+    worker.drain().await;
+}
