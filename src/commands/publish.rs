@@ -137,6 +137,12 @@ fn subject_of(stream: &str) -> String {
     format!("{stream}.new")
 }
 
+/// As a shell takes it for one word.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:@%+=,".contains(c);
+    if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+}
+
 struct Publisher {
     jetstream: Context,
     subject: String,
@@ -208,14 +214,14 @@ impl Publisher {
     }
 
     fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
-        let (stored, prefix) = (self.published.stored, self.prefix.clone());
+        let (stored, prefix) = (self.published.stored, quoted(&self.prefix));
         let mut rest = match &self.file {
-            Some(path) => path.display().to_string(),
+            Some(path) => quoted(&path.display().to_string()),
             None => format!("--count {}", self.end - number),
         };
         // What this run was told is what the next one must be told.
         if self.subject != subject_of(&self.stream) {
-            rest = format!("{rest} --subject {}", self.subject);
+            rest = format!("{rest} --subject {}", quoted(&self.subject));
         }
         let error = match error.kind() {
             PublishErrorKind::StreamNotFound => {

@@ -166,12 +166,12 @@ async fn publish_that_is_broken_off_says_how_to_go_on_and_then_every_order_is_th
     let full = stream::Config { max_messages: 3, discard: DiscardPolicy::New, ..stream_config() };
     broker.create(full.clone(), consumer_config()).await;
     let spec = DaemonSpec::new(server.url());
-    std::fs::write(spec.folder().join("orders.txt"), "a\nb\nc\nd\n").unwrap();
+    std::fs::write(spec.folder().join("to do.txt"), "a\nb\nc\nd\n").unwrap();
     for (arguments, words, messages) in [
         (&["publish", "--count", "10", "--start", "5"][..], "--count 7 --start 8 --id-prefix ", 10),
         (
-            &["publish", "orders.txt", "--subject", "ORDERS.x"],
-            "orders.txt --subject ORDERS.x --start 4 --id-prefix ",
+            &["publish", "to do.txt", "--subject", "ORDERS.$x", "--id-prefix", "it's"],
+            r"'to do.txt' --subject 'ORDERS.$x' --start 4 --id-prefix 'it'\''s'",
             4,
         ),
     ] {
@@ -183,9 +183,10 @@ async fn publish_that_is_broken_off_says_how_to_go_on_and_then_every_order_is_th
         assert!(rest.starts_with(words), "{finished:?}");
 
         broker.jetstream.update_stream(stream_config()).await.unwrap();
-        let again: Vec<&str> = std::iter::once("publish").chain(rest.split_whitespace()).collect();
-        spec.run_ok(&again).await;
-        assert_eq!(broker.stream_info().await.state.messages, messages, "{again:?}");
+        // As an operator pastes it; the shell finds the binary in $0.
+        let again = spec.command_through(&["/bin/sh", "-c", &format!("\"$0\" publish {rest}")], &[]).output().unwrap();
+        assert!(again.status.success(), "{rest}: {again:?}");
+        assert_eq!(broker.stream_info().await.state.messages, messages, "{rest}");
     }
 }
 
