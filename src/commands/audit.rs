@@ -20,7 +20,7 @@ use crate::delivery::{Delivery, IdScheme, unix_ns};
 use crate::errors::chain;
 use crate::handler::Handler;
 use crate::inbox::Inbox;
-use crate::metrics::Label;
+use crate::metrics::{DbErrorClass, Label};
 use crate::outcome::Outcome;
 use crate::retry::RetryPolicy;
 use crate::shutdown;
@@ -85,6 +85,21 @@ pub async fn run(
     out: &mut impl Write,
 ) -> Result<bool, AuditError> {
     let config = Arc::new(config);
+    audit(config.clone(), handler, args, out).await.map_err(|error| match error {
+        // Nobody can go on from there.
+        AuditError::Database { source, .. } if source.class == DbErrorClass::Corrupt => {
+            OpenError::database(&config.database.path, source).into()
+        }
+        other => other,
+    })
+}
+
+async fn audit(
+    config: Arc<Config>,
+    handler: Arc<dyn Handler>,
+    args: AuditArgs,
+    out: &mut impl Write,
+) -> Result<bool, AuditError> {
     let stop = CancellationToken::new();
     let hung_up = stop.clone();
     shutdown::listen(stop.clone(), move || hung_up.cancel()).map_err(AuditError::Signals)?;

@@ -167,13 +167,19 @@ pub async fn run(
     handler: &dyn Handler,
     out: &mut impl Write,
 ) -> Result<bool, DeadLettersError> {
-    match command {
+    let ended = match command {
         DeadLettersCommand::List(args) => list(config, args, out).await.map(|()| true),
         DeadLettersCommand::Show(args) => show(config, args, out).await.map(|()| true),
         DeadLettersCommand::Replay(args) => replay(config, args, handler, out).await,
         DeadLettersCommand::Discard(args) => discard(config, args, out).await.map(|()| true),
         DeadLettersCommand::Export(args) => export(config, args, out).await.map(|()| true),
-    }
+    };
+    ended.map_err(|error| match error {
+        DeadLettersError::Store(source) if source.class == DbErrorClass::Corrupt => {
+            OpenError::database(&config.database.path, source).into()
+        }
+        other => other,
+    })
 }
 
 async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {

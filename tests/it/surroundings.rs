@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer;
-use sqlx::Connection;
+use sqlx::{Connection, Row};
 
 use crate::support::nats::{CONSUMER, consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, ServerSpec, eventually, free_port};
@@ -257,6 +257,41 @@ async fn a_damaged_database_is_refused_and_kept() {
     std::fs::write(spec.database(), &bytes).unwrap();
     refused(&spec, &["orders.db", "damaged", "restore a backup"]).await;
     assert!(std::fs::read(spec.database()).unwrap() == bytes, "nothing is repaired and nothing made anew");
+}
+
+#[tokio::test]
+async fn each_command_says_of_a_damaged_database_that_it_is_and_what_to_do() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=200).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    // The schema and the list of migrations are whole; what is counted, listed and looked up is not.
+    let roots = "SELECT rootpage FROM sqlite_schema WHERE rootpage > 0 AND tbl_name NOT LIKE '\\_sqlx%' ESCAPE '\\'";
+    let roots: Vec<i64> = spec.db().rows(roots).await.iter().map(|row| row.get(0)).collect();
+    let mut bytes = std::fs::read(spec.database()).unwrap();
+    for root in roots {
+        let at = usize::try_from(root - 1).unwrap() * 4096;
+        bytes[at..at + 4096].fill(0xff);
+    }
+    std::fs::write(spec.database(), &bytes).unwrap();
+    let line = format!("{} is damaged; keep the file, and restore a backup", spec.database().display());
+    let commands: [&[&str]; 6] = [
+        &["run"],
+        &["backup", "copy.db"],
+        &["audit"],
+        &["dead-letters", "list"],
+        &["dead-letters", "show", "x"],
+        &["dead-letters", "replay", "--all"],
+    ];
+    for command in commands {
+        let finished = spec.run(command).await;
+        assert_eq!(finished.code, Some(2), "{command:?}: {finished:?}");
+        let complaints = finished.complaints();
+        assert!(complaints.len() == 1 && complaints[0].contains(&line), "{command:?}: {finished:?}");
+        assert!(!finished.stderr.contains("go on with"), "{command:?}: {finished:?}");
+    }
+    let status = spec.run(&["status"]).await;
+    assert!(status.code == Some(1) && status.stdout.contains(&line), "{status:?}");
 }
 
 #[tokio::test]
