@@ -4,9 +4,13 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::fs::Metadata;
 use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use rustix::process::{getegid, geteuid};
 
 pub use parse::ByteSize;
 use read::{Reader, Refused, read_config};
@@ -74,10 +78,18 @@ impl fmt::Debug for Nats {
     }
 }
 
-/// Whether a file with this mode is open to users who are neither its owner nor in its group. The group may read: that is how
-/// container platforms hand secrets on.
-pub fn is_for_everybody(mode: u32) -> bool {
-    mode & 0o006 != 0
+/// The commands that close a file which is open to users who are neither its owner nor in its group, and leave it readable for
+/// us; `None` if it is closed. The group may read: that is how container platforms hand secrets on.
+pub fn how_to_close(path: &Path, metadata: &Metadata) -> Option<String> {
+    if metadata.mode() & 0o006 == 0 {
+        return None;
+    }
+    let (path, user, group) = (path.display(), geteuid(), getegid().as_raw());
+    let of_our_group = metadata.gid() == group && metadata.mode() & 0o040 != 0;
+    if user.is_root() || user.as_raw() == metadata.uid() || of_our_group {
+        return Some(format!("`chmod o= {path}`"));
+    }
+    Some(format!("`chgrp {group} {path} && chmod 640 {path}`"))
 }
 
 /// The one way to log in. Secrets stay in their files.

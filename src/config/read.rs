@@ -1,6 +1,5 @@
 //! From merged values to checked settings, with every problem on the way.
 
-use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use ::config::{Value, ValueKind};
@@ -11,7 +10,7 @@ use super::parse::{
 };
 use super::{
     Auth, Batch, Config, Consumer, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict, Retention, Retry, SETTINGS,
-    Setting, Shutdown, Tls, is_for_everybody,
+    Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -200,8 +199,8 @@ impl Reader {
     fn keep_to_ourselves(&mut self, key: &'static str) -> Result<(), Refused> {
         let source = self.source(key);
         let Some(file) = source.strip_prefix("file ") else { return Ok(()) };
-        if std::fs::metadata(file).is_ok_and(|metadata| is_for_everybody(metadata.permissions().mode())) {
-            let what = format!("holds a secret, and every user may read the file; close it with `chmod o= {file}`");
+        if let Some(how) = std::fs::metadata(file).ok().and_then(|metadata| how_to_close(file.as_ref(), &metadata)) {
+            let what = format!("holds a secret, and every user may read the file; close it with {how}");
             self.problems.push(format!("{key} ({source}): {what}"));
             return Err(Refused);
         }

@@ -13,7 +13,7 @@ use base64::engine::general_purpose::URL_SAFE_NO_PAD as BASE64;
 use nkeys::{KeyPair, KeyPairType};
 use serde::Deserialize;
 
-use crate::config::{Auth, Nats, Tls, is_for_everybody};
+use crate::config::{Auth, Nats, Tls, how_to_close};
 
 /// Far above any of them; a bundle of all public authorities is a quarter of this.
 const FILE_BYTES_MAX: u64 = 1024 * 1024;
@@ -119,12 +119,10 @@ struct File<'a> {
 impl File<'_> {
     /// The content of a file that is for us alone, without the line end that editors leave behind.
     async fn secret(self) -> Result<String, FileError> {
-        let mode = self.metadata().await?.permissions().mode() & 0o7777;
-        if is_for_everybody(mode) {
-            let path = self.path.display();
-            return Err(
-                self.unfit(&format!("is open to every user (mode {mode:04o}); close it with `chmod o= {path}`"))
-            );
+        let metadata = self.metadata().await?;
+        if let Some(how) = how_to_close(self.path, &metadata) {
+            let mode = metadata.permissions().mode() & 0o7777;
+            return Err(self.unfit(&format!("is open to every user (mode {mode:04o}); close it with {how}")));
         }
         let text = self.text().await?;
         match text.trim_end_matches(['\r', '\n']) {

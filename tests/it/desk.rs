@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::support::keys::set_mode;
 use crate::support::nats::{consumer_config, headers, patient_consumer_config};
-use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, at_least, eventually};
+use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, at_least, eventually};
 
 /// A file beside the database.
 fn beside(spec: &DaemonSpec, suffix: &str) -> PathBuf {
@@ -641,20 +641,6 @@ async fn without_a_database_of_this_version_each_command_says_so_on_one_line() {
     all_say("is no SQLite database").await;
 }
 
-/// Runs a command as a user who owns nothing. `None`, and it says so, where we may not become one.
-async fn run_as_nobody(spec: &DaemonSpec, arguments: &[&str]) -> Option<Finished> {
-    const NOBODY: [&str; 4] = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
-    if !spec.command_through(&NOBODY, &["--version"]).output().is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "NOT TESTED: another user cannot be put on or cannot run the binary here; that takes root and setpriv"
-        );
-        return None;
-    }
-    let mut command = spec.spawn(spec.command_through(&NOBODY, arguments), None);
-    command.wait_exit(PATIENCE).await;
-    Some(command.finished())
-}
-
 #[tokio::test]
 async fn a_user_who_may_not_see_or_read_the_database_is_told_so_and_of_no_pause() {
     let (server, _broker) = Broker::story().await;
@@ -673,17 +659,17 @@ async fn a_user_who_may_not_see_or_read_the_database_is_told_so_and_of_no_pause(
         [&["run"], &["dead-letters", "list"], &["audit"], &["backup", "copies/x.db"], &["resume"]];
     let is_told = async |commands: &[&[&str]], line: &str| {
         for command in commands {
-            let Some(finished) = run_as_nobody(&spec, command).await else { return false };
+            let Some(finished) = spec.run_as_nobody(command).await else { return false };
             let complaints = finished.complaints();
             assert!(complaints.len() == 1 && complaints[0].contains(line), "{command:?}: {finished:?}");
             // Nothing that `resume` asks of its user.
             assert_eq!(finished.code, Some(if *command == ["resume"] { 1 } else { 2 }), "{command:?}: {finished:?}");
         }
-        let Some(status) = run_as_nobody(&spec, &["status", "--json"]).await else { return false };
+        let Some(status) = spec.run_as_nobody(&["status", "--json"]).await else { return false };
         assert_eq!((status.code, &status.json()["pause"]), (Some(1), &Value::Null), "{status:?}");
         assert_eq!(status.json()["problems"].as_array().map(Vec::len), Some(1), "{status:?}");
         assert!(status.json()["problems"][0].as_str().unwrap().contains(line), "{status:?}");
-        let Some(check) = run_as_nobody(&spec, &["check"]).await else { return false };
+        let Some(check) = spec.run_as_nobody(&["check"]).await else { return false };
         assert!(check.code == Some(1) && check.stdout.contains("FAIL  database"), "{check:?}");
         true
     };
@@ -696,9 +682,9 @@ async fn a_user_who_may_not_see_or_read_the_database_is_told_so_and_of_no_pause(
 
     // A marker that can be seen is one also for those who may not read it.
     spec.run_ok(&["pause"]).await;
-    let status = run_as_nobody(&spec, &["status", "--json"]).await.unwrap();
+    let status = spec.run_as_nobody(&["status", "--json"]).await.unwrap();
     assert!(status.json()["pause"].is_object(), "{status:?}");
-    let run = run_as_nobody(&spec, &["run", "--until-idle"]).await.unwrap();
+    let run = spec.run_as_nobody(&["run", "--until-idle"]).await.unwrap();
     assert!(run.code == Some(2) && run.stderr.contains("paused by a marker that cannot be read"), "{run:?}");
 }
 

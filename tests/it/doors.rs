@@ -1,6 +1,7 @@
 //! Locked doors: every way in, wrong keys, keys that are replaced, and the least that a daemon must be allowed.
 
 use std::path::PathBuf;
+use std::process::Command;
 
 use async_nats::ConnectOptions;
 use nkeys::KeyPair as Nkey;
@@ -384,6 +385,28 @@ async fn files_that_cannot_be_used_are_refused_at_the_start() {
         set_mode(&spec.secret_file("nats.token_file"), mode);
         let checked = spec.run(&["check"]).await;
         assert_eq!(checked.code, Some(code), "{mode:o}: {checked:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_is_advised_on_an_open_secret_of_another_user_leaves_it_readable_for_us() {
+    let with_file = DaemonSpec::new("nats://127.0.0.1:9").with_secret("nats.token_file", "a token");
+    let with_url = DaemonSpec::new("").unset("nats.url");
+    let settings = secret(with_url.folder().join("c.toml"), "[nats]\nurl = \"nats://worker:secret@127.0.0.1:9\"\n");
+    let token = with_file.secret_file("nats.token_file");
+    // `check` fails on a server that is not there.
+    let cases: [(_, _, &[&str], _); 2] =
+        [(&with_file, token, &["check"], 1), (&with_url, settings, &["--config", "c.toml", "config"], 0)];
+    for (spec, file, arguments, code) in cases {
+        set_mode(spec.folder(), 0o755);
+        set_mode(&file, 0o644);
+        let Some(refused) = spec.run_as_nobody(arguments).await else { return };
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+        let said = format!("{}{}", refused.stdout, refused.stderr);
+        let advice = said.split('`').nth(1).unwrap_or_else(|| panic!("no advice in {refused:?}"));
+        assert!(Command::new("sh").args(["-c", advice]).current_dir(spec.folder()).status().unwrap().success());
+        let followed = spec.run_as_nobody(arguments).await.unwrap();
+        assert_eq!(followed.code, Some(code), "after {advice}: {followed:?}");
     }
 }
 

@@ -106,6 +106,19 @@ impl DaemonSpec {
         finished
     }
 
+    /// As [`run`](Self::run), as a user who owns nothing. `None`, and it says so, where we may not become one.
+    pub async fn run_as_nobody(&self, arguments: &[&str]) -> Option<Finished> {
+        const NOBODY: [&str; 4] = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
+        let tried = self.command_through(&NOBODY, &["--version"]).output();
+        if !tried.is_ok_and(|tried| tried.status.success()) {
+            eprintln!("NOT TESTED: nobody can be put on here, or may not run the binary; it takes root and setpriv");
+            return None;
+        }
+        let mut daemon = self.spawn(self.command_through(&NOBODY, arguments), None);
+        daemon.wait_exit(PATIENCE).await;
+        Some(daemon.finished())
+    }
+
     /// The binary with only our environment, so that the developer's own settings do not leak into a test.
     pub fn command(&self, arguments: &[&str]) -> Command {
         self.command_through(&[], arguments)
