@@ -4,13 +4,13 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, chown};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::store::{OpenError, beside, folder};
+use crate::store::{OpenError, beside, folder, give_to_owner};
 
 /// How often the daemon looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -73,15 +73,22 @@ pub async fn begins(database: &Path) {
 /// Whatever the file system says.
 pub fn begin(database: &Path, pause: &Pause) -> io::Result<()> {
     let path = marker(database);
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
+    let written = write(file, &path, database, pause);
+    if written.is_err() {
+        // Whatever is there is a pause, and we are about to say that there is none.
+        drop(std::fs::remove_file(&path));
+    }
+    written
+}
+
+fn write(mut file: File, path: &Path, database: &Path, pause: &Pause) -> io::Result<()> {
     file.write_all(serde_json::to_string(pause)?.as_bytes())?;
     file.write_all(b"\n")?;
     // Root may pause a daemon of another user, who is to read why.
-    if let Ok(owner) = std::fs::metadata(database).or_else(|_| std::fs::metadata(folder(&path))) {
-        drop(chown(&path, Some(owner.uid()), Some(owner.gid())));
-    }
+    give_to_owner(path, database);
     file.sync_all()?;
-    File::open(folder(&path))?.sync_all()
+    File::open(folder(path))?.sync_all()
 }
 
 /// Takes the marker away.

@@ -2,6 +2,7 @@
 //!
 //! There is one store today, [`sqlite`]. A second one would implement the same functions and pass the same tests.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 pub use sqlite::{Store, Tx};
@@ -224,6 +225,14 @@ pub fn beside(database: &Path, suffix: &str) -> PathBuf {
     let mut name = database.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
+}
+
+/// Gives a file beside the database to the database's owner, or to the folder's: root may have made it for a daemon that is
+/// another user. Who is not root may not, and need not.
+pub fn give_to_owner(path: &Path, database: &Path) {
+    if let Ok(owner) = std::fs::metadata(database).or_else(|_| std::fs::metadata(folder(path))) {
+        drop(std::os::unix::fs::chown(path, Some(owner.uid()), Some(owner.gid())));
+    }
 }
 
 /// The folder that a file is in.

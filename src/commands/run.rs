@@ -99,12 +99,21 @@ async fn work(
             opened = open(&config, &telemetry, opened_before) => opened?,
         };
         opened_before = true;
+        // A pause that began before we had the lock was told that nobody has the file.
+        if pause::look(path)?.is_some() {
+            continue;
+        }
         telemetry.counted(counts);
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
-        match worker.run(stop.clone(), pause::begins(path)).await? {
-            Ended::Done => return Ok(()),
-            Ended::Paused => {}
+        match worker.run(stop.clone(), pause::begins(path)).await {
+            Ok(Ended::Done) => return Ok(()),
+            Ok(Ended::Paused) => {}
+            // On a full disk for one. What is in the WAL is safe there, and whoever opens the database next finds it.
+            Err(WorkerError::Close(error)) if !stop.is_cancelled() && pause::look(path)?.is_some() => {
+                tracing::warn!(error = %chain(&error), "paused, and a part of the database is still in its WAL file");
+            }
+            Err(error) => return Err(error.into()),
         }
     }
     // While it was paused or waited for its database; there is nothing to drain.
@@ -179,6 +188,14 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
                 telemetry.metrics.db_errors.increment(source.class, 1);
                 telemetry.health.set_database(Err(cause));
                 tokio::time::sleep(OPEN_RETRY_EVERY).await;
+            }
+            // It was ours until a pause: whoever repairs or copies it will be done some time.
+            Err(OpenError::Held { holder, .. }) if opened_before => {
+                let cause = format!("in use by {holder}");
+                if reminder.is_due(&cause) {
+                    tracing::warn!(%cause, "the database cannot be opened, trying again");
+                }
+                telemetry.health.set_database(Err(cause));
             }
             ended => return ended,
         }

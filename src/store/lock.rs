@@ -5,7 +5,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::beside;
+use super::{beside, give_to_owner};
 
 /// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub enum LockError {
 impl Lock {
     /// Takes the lock or says who has it, without waiting.
     pub fn try_acquire(database: &Path) -> Result<Self, LockError> {
-        let path = beside(database, ".lock");
+        let path = path(database);
         loop {
             let mut options = OpenOptions::new();
             options.read(true).write(true).create(true).truncate(false).mode(0o600);
@@ -38,6 +38,8 @@ impl Lock {
             // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
             if is_still_at(&file, &path) {
                 let mut lock = Self { path, file };
+                // Killed, we leave it behind, and the daemon must be able to take it.
+                give_to_owner(&lock.path, database);
                 // On a full disk nobody learns our name, but the lock is ours all the same.
                 if let Err(error) = lock.sign() {
                     tracing::warn!(lock = %lock.path.display(), %error, "cannot write who holds the database");
@@ -61,12 +63,17 @@ impl Drop for Lock {
     }
 }
 
+/// The lock file of a database.
+pub fn path(database: &Path) -> PathBuf {
+    beside(database, ".lock")
+}
+
 /// The process that has the database, if one has it. Waits for nothing and leaves nothing behind.
 ///
 /// # Errors
 /// When the lock file cannot be looked at.
 pub fn held_by(database: &Path) -> io::Result<Option<String>> {
-    let mut file = match File::open(beside(database, ".lock")) {
+    let mut file = match File::open(path(database)) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),

@@ -19,7 +19,7 @@ use sqlx::sqlite::{
 use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
 use tokio::time::Instant;
 
-use super::lock::{Lock, LockError};
+use super::lock::{self, Lock, LockError};
 use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
 use crate::delivery::{Delivery, Digest, Headers};
 use crate::metrics::{DbErrorClass, Label};
@@ -265,11 +265,9 @@ impl Store {
     pub async fn close(mut self) -> Result<(), Error> {
         const DOING: &str = "closing the database";
         let Some(mut connection) = self.connection.take().filter(|_| self.clean) else { return Ok(()) };
-        sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)")
-            .execute(&mut connection)
-            .await
-            .map_err(|source| Error::new(DOING, source))?;
-        connection.close().await.map_err(|source| Error::new(DOING, source))
+        let moved = sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await;
+        let closed = connection.close().await;
+        moved.map(drop).and(closed).map_err(|source| Error::new(DOING, source))
     }
 }
 
@@ -624,7 +622,7 @@ async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {
     loop {
         match Lock::try_acquire(path) {
             Ok(lock) => return Ok(lock),
-            Err(LockError::Io(source)) => return Err(unusable(path, source)),
+            Err(LockError::Io(source)) => return Err(unusable(&lock::path(path), source)),
             Err(LockError::Held(holder)) if Instant::now() >= deadline => {
                 return Err(OpenError::Held { path: path.to_owned(), holder });
             }

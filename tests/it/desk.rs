@@ -15,6 +15,7 @@ use order_processor::commands::dead_letters::{self, DeadLettersCommand, DeadLett
 use order_processor::config::Config;
 use order_processor::delivery::Delivery;
 use order_processor::handler::{Failure, Handler};
+use order_processor::store::lock::Lock;
 use order_processor::store::{Store, Tx};
 use order_processor::telemetry::Telemetry;
 use order_processor::worker::{Until, Worker};
@@ -188,6 +189,24 @@ async fn a_database_that_is_away_when_the_pause_ends_is_waited_for_and_not_made_
     broker.acknowledged(10).await;
     worker.ready().await;
     spec.db().applied_once(10).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_database_that_is_still_in_use_when_the_pause_ends_is_waited_for() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    spec.run_ok(&["pause"]).await;
+    // An audit that repairs has the same lock.
+    let lock = Lock::try_acquire(&spec.database()).unwrap();
+    spec.run_ok(&["resume"]).await;
+    worker.not_ready("in use by process").await;
+    drop(lock);
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    worker.ready().await;
     worker.drain().await;
 }
 

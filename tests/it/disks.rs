@@ -64,7 +64,11 @@ impl SmallDisk {
     }
 
     fn start(&self, spec: &DaemonSpec) -> Daemon {
-        spec.spawn(self.enter(|through| spec.command_through(through, &["run"])), None)
+        self.run(spec, &["run"])
+    }
+
+    fn run(&self, spec: &DaemonSpec, arguments: &[&str]) -> Daemon {
+        spec.spawn(self.enter(|through| spec.command_through(through, arguments)), None)
     }
 
     fn shell(&self, script: &str) {
@@ -205,6 +209,37 @@ async fn a_full_disk_at_the_start_and_a_read_only_one_are_waited_for() {
     worker.drain().await;
     disk.copy_database(&spec);
     all_went_well(&broker, &spec, 40).await;
+}
+
+#[tokio::test]
+async fn on_a_full_disk_a_pause_is_on_or_it_says_that_it_is_not() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::story().await;
+    let spec = disk.spec(server.url());
+    let mut worker = disk.start(&spec);
+    worker.ready().await;
+    broker.publish_numbered(1..=20).await;
+    broker.acknowledged(20).await;
+
+    disk.fill();
+    let mut pause = disk.run(&spec, &["pause"]);
+    assert_eq!(pause.wait_exit(PATIENCE).await.code(), Some(1), "there is no room for its marker");
+    assert!(pause.log().contains("No space left"), "{}", pause.log());
+    assert!(!disk.path("db/orders.db.paused").exists(), "a marker, even an empty one, is a pause");
+
+    // Room for the marker, and not for all that is in the WAL.
+    disk.shell("truncate --size=-8192 \"$0/ballast\"");
+    let mut pause = disk.run(&spec, &["pause"]);
+    assert_eq!(pause.wait_exit(PATIENCE).await.code(), Some(0), "{}", pause.log());
+    worker.not_ready("paused").await;
+
+    disk.free();
+    let mut resume = disk.run(&spec, &["resume"]);
+    assert_eq!(resume.wait_exit(PATIENCE).await.code(), Some(0), "{}", resume.log());
+    broker.publish_numbered(21..=40).await;
+    broker.acknowledged(40).await;
+    worker.ready().await;
+    worker.drain().await;
 }
 
 #[tokio::test]
