@@ -276,7 +276,7 @@ impl Store {
 /// # Errors
 /// Also when there is no database yet.
 pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
-    let failed = |source| OpenError::database(path, source);
+    let failed = |source| unreadable(OpenError::database(path, source));
     require_readable(path)?;
     let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await.map_err(failed)?;
     counts(&mut connection).await.map_err(|source| failed(Error::new("counting rows", source)))
@@ -675,6 +675,19 @@ fn require_readable(path: &Path) -> Result<(), OpenError> {
     }
 }
 
+/// What keeps a reader out. SQLite needs to write beside the database also to read it, and tells only by a code.
+fn unreadable(error: OpenError) -> OpenError {
+    match error {
+        OpenError::Database { path, source }
+            if matches!(source.class, DbErrorClass::Io | DbErrorClass::ReadOnly)
+                && matches!(require_access(&path), Err(OpenError::NotWritable { .. })) =>
+        {
+            OpenError::NotReadable(path)
+        }
+        other => other,
+    }
+}
+
 /// Looks at the first bytes before anything opens the file for writing.
 fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
@@ -698,7 +711,7 @@ fn require_sqlite(path: &Path) -> Result<(), OpenError> {
 async fn require_beside(path: &Path) -> Result<(), OpenError> {
     require_readable(path)?;
     require_sqlite(path)?;
-    let applied = require_known_schema(path).await?;
+    let applied = require_known_schema(path).await.map_err(unreadable)?;
     if applied < MIGRATIONS.iter().count() { Err(OpenError::Older(path.to_owned())) } else { Ok(()) }
 }
 

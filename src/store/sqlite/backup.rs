@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{connect, options, require_known_schema, require_readable, require_sqlite};
+use super::{connect, options, require_known_schema, require_readable, require_sqlite, unreadable};
 use crate::metrics::DbErrorClass;
 use crate::store::{Error, OpenError};
 
@@ -24,7 +24,7 @@ pub async fn copy(path: &Path, to: &Path) -> Result<(), OpenError> {
     require_readable(path)?;
     require_sqlite(path)?;
     // An older schema may be copied: that is what one does before an upgrade.
-    require_known_schema(path).await?;
+    require_known_schema(path).await.map_err(unreadable)?;
     let failed = |source| OpenError::database(path, source);
     let mut connection =
         connect(&options(path).read_only(true), "opening the database to read").await.map_err(failed)?;
