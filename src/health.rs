@@ -391,7 +391,11 @@ impl State {
             ("database", &self.database),
         ];
         for (component, fact) in reported {
-            if let Err(cause) = fact {
+            // Of the database a paused daemon knows nothing but what was before.
+            let is_known = self.pause.is_none() || component != "database";
+            if let Err(cause) = fact
+                && is_known
+            {
                 problems.push(Problem { component, cause: cause.clone() });
             }
         }
@@ -719,12 +723,14 @@ mod tests {
         let pause = Pause { by: "ops@db1".into(), at: "2026-11-29T21:00:00Z".into(), reason: Some("new\ndisk".into()) };
         health.set_consumer(view(5));
         health.tick();
+        health.set_database(Err("the file was moved".to_owned()));
         health.set_paused(Some(pause));
         hand.advance(600);
         let cause = "by ops@db1 since 2026-11-29T21:00:00Z: new disk".to_owned();
         assert_eq!(health.problems(), [Problem { component: "paused", cause }]);
         assert!(health.is_live().is_err(), "its loop has to tick");
         health.set_paused(None);
+        health.set_database(Ok(()));
         assert_eq!((health.problems(), health.is_live()), (vec![], Ok(())), "opening the database may take long");
     }
 

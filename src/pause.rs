@@ -48,6 +48,10 @@ pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
     let path = marker(database);
     match std::fs::read(&path) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).unwrap_or_default())),
+        // With its folder the marker is away as well, a disk that is serviced for one: that ends no pause.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && !folder(database).is_dir() => {
+            Err(OpenError::MissingFolder(folder(database).to_owned()))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         // Another user's. Behind a folder that cannot be entered it would not be seen either.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && path.symlink_metadata().is_ok() => {

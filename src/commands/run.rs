@@ -137,6 +137,7 @@ async fn sit_out_pause(
     telemetry.paused(Some(&pause));
     let mut consumer = Consumer::new(config.clone(), telemetry.clone(), PAUSED_INFO_EVERY);
     let mut refused = false;
+    let mut reminder = Reminder::default();
     let mut tick = tokio::time::interval(PAUSE_LOOK_EVERY);
     loop {
         tokio::select! {
@@ -149,7 +150,12 @@ async fn sit_out_pause(
                     pause = another;
                 }
                 // The file system may be part of what is serviced.
-                Err(error) => tracing::warn!(error = %chain(&error), "cannot look whether the pause is over"),
+                Err(error) => {
+                    let cause = chain(&error);
+                    if reminder.is_due(&cause) {
+                        tracing::warn!(%cause, "cannot look whether the pause is over");
+                    }
+                }
             },
             event = consumer.next(Room { messages: 0, bytes: 0 }), if !refused => match event {
                 // Whoever services the database may service this as well. It counts at the end of the pause.

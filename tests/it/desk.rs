@@ -193,6 +193,33 @@ async fn a_database_that_is_away_when_the_pause_ends_is_waited_for_and_not_made_
 }
 
 #[tokio::test]
+async fn a_pause_goes_on_while_its_folder_is_away() {
+    let (server, broker) = Broker::story().await;
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("place");
+    std::fs::create_dir(&place).unwrap();
+    let url = format!("sqlite://{}", place.join("orders.db").display());
+    let spec = DaemonSpec::new(server.url()).set("database.url", url);
+    let mut worker = spec.start();
+    worker.ready().await;
+    spec.run_ok(&["pause"]).await;
+    worker.not_ready("paused: ").await;
+
+    let elsewhere = folder.path().join("elsewhere");
+    std::fs::rename(&place, &elsewhere).unwrap();
+    worker.logged(&["WARN", "cannot look whether the pause is over", "does not exist"]).await;
+    let (_, problems) = worker.get("/readyz").await;
+    assert!(problems.starts_with("paused: ") && problems.lines().count() == 1, "{problems}");
+
+    std::fs::rename(&elsewhere, &place).unwrap();
+    spec.run_ok(&["resume"]).await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    worker.ready().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn a_database_that_is_still_in_use_when_the_pause_ends_is_waited_for() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
