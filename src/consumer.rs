@@ -40,7 +40,7 @@ mod position;
 pub mod quarantine;
 pub mod walk;
 
-pub use given_up::Records;
+pub use given_up::{Records, Start};
 
 /// The server says that a pull is alive this often; two missed ones mean that it is not.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -438,6 +438,7 @@ impl Consumer {
             stream: found.consumer.stream_name.clone(),
             consumer: found.consumer.name.clone(),
             filters: quarantine::filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect(),
+            start: Start::of(&found.consumer),
         };
         let mut session =
             Session::new(limits.clone(), created, link.connects(), Instant::now() + self.info_every, records);

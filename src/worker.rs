@@ -24,7 +24,7 @@ use crate::metrics::{DbErrorClass, Label, SeenBy};
 use crate::outcome::{Acknowledgement, Outcome, Reason};
 use crate::retry::RetryPolicy;
 use crate::store::{self, Counts, Gone, Prunable, Store};
-use crate::survey::{Survey, SurveyError, Surveyed};
+use crate::survey::{Conclusion, Progress, Survey, SurveyError, Surveyed};
 use crate::telemetry::{Reminder, Telemetry};
 
 /// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
@@ -40,6 +40,10 @@ const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
 /// A parked message that has not come back this long after it could have is with another worker.
 const PARKED_GRACE: Duration = Duration::from_secs(10);
+/// Until a search that could not conclude is tried again with the same figures.
+const SURVEY_AGAIN: Duration = Duration::from_secs(10);
+/// And until one is repeated that somebody has to look into: with a repaired database it has another result.
+const SURVEY_REMINDS: Duration = Duration::from_secs(600);
 /// How often ids are pruned and rows counted: operators write beside us, and our gauges must not go on without them.
 const UPKEEP_EVERY: Duration = Duration::from_secs(10);
 /// Ids dropped in one transaction: a few milliseconds.
@@ -117,6 +121,13 @@ struct GivenUp {
     begun: bool,
     /// How many the server had given up by its own figures when we last looked for them.
     looked_into: u64,
+    /// How many they were when we acknowledged all that was processed, in case it was among them.
+    acknowledged: Option<u64>,
+    /// The next look brings another survey: for the rest, or to see what the acknowledgements made of the figures.
+    go_on: bool,
+    /// The last one could not conclude.
+    again_at: Option<Instant>,
+    reminder: Reminder,
 }
 
 /// A delivery that we owe the server an answer for, by stream sequence.
@@ -490,19 +501,27 @@ impl Worker {
         let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
         // At the start, before anything of ours is pending, the figures tell less than they could.
         let at_start = !self.given_up.begun && max_deliver.is_some() && view.num_redelivered > 0;
-        if (at_start || evidence > self.given_up.looked_into)
+        if evidence == 0 {
+            (self.given_up.go_on, self.given_up.again_at, self.given_up.acknowledged) = (false, None, None);
+        }
+        let again = self.given_up.go_on || self.given_up.again_at.is_some_and(|at| at <= Instant::now());
+        if (at_start || again || evidence > self.given_up.looked_into)
             && self.given_up.survey.is_none()
             && let Some(records) = self.consumer.records()
         {
             self.given_up.begun = true;
             self.given_up.looked_into = evidence;
+            self.given_up.again_at = None;
+            self.given_up.go_on = false;
             let survey = Survey {
                 records,
                 scheme: self.scheme.clone(),
                 database: self.config.database.path.clone(),
+                retention: self.config.inbox.retention,
                 view: view.clone(),
                 max_deliver: max_deliver.unwrap_or(1),
                 bytes_max: self.config.batch.max_bytes,
+                progress: Progress::default(),
             };
             self.given_up.survey = Some(tokio::spawn(survey.run()));
         }
@@ -515,26 +534,62 @@ impl Worker {
         let found = match found {
             Ok(Ok(found)) => found,
             Ok(Err(error)) => {
-                tracing::error!(error = %chain(&error), "cannot find the messages that the server has given up");
+                let after = if error.is_passing() { SURVEY_AGAIN } else { SURVEY_REMINDS };
+                self.given_up.again_at = Some(Instant::now() + after);
+                let cause = chain(&error);
+                let key = if matches!(error, SurveyError::Pending { .. }) { "pending" } else { &cause };
+                if self.given_up.reminder.is_due(key) {
+                    tracing::error!(error = %cause, "cannot find the messages that the server has given up");
+                }
                 return;
             }
             Err(error) => {
+                self.given_up.again_at = Some(Instant::now() + SURVEY_AGAIN);
                 tracing::error!(%error, "the search for messages that the server has given up has failed");
                 return;
             }
         };
-        let lost = found.lost.len();
-        if lost > 0 {
-            tracing::error!(lost, "the server has given up messages that were never processed");
-            if found.partial {
-                self.given_up.looked_into = 0;
+        let Surveyed { processed, evidence, pending, conclusion } = found;
+        let processed = processed.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect::<Vec<_>>();
+        let (mut arrivals, lost, from, to) = match conclusion {
+            Conclusion::GoOn(survey) => {
+                self.given_up.survey = Some(tokio::spawn(survey.run()));
+                if self.given_up.acknowledged != Some(evidence) {
+                    self.acknowledge(&processed, false).await;
+                }
+                return;
+            }
+            Conclusion::Done { arrivals, lost, from, to } => (arrivals, lost, from, to),
+        };
+        if !processed.is_empty() && self.given_up.acknowledged != Some(evidence) {
+            // Some of it may be what was given up. Once the server knows what was processed its figure is that of the lost ones.
+            self.given_up.acknowledged = Some(evidence);
+            self.given_up.go_on = true;
+            self.acknowledge(&processed, true).await;
+            return;
+        }
+        if lost < evidence && pending {
+            self.given_up.again_at = Some(Instant::now() + SURVEY_AGAIN);
+        } else if lost < evidence {
+            self.given_up.again_at = Some(Instant::now() + SURVEY_REMINDS);
+            let cause = format!("messages {from} to {to}");
+            if self.given_up.reminder.is_due(&cause) {
+                tracing::error!(
+                    given_up = evidence,
+                    found = lost,
+                    "the server has given up more messages than can be found among messages {from} to {to}: their ids may be \
+                     pruned, or they are from before the consumer's start; see `order-processor audit`"
+                );
             }
         }
-        if (lost as u64) < found.evidence {
-            let processed = found.processed.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect::<Vec<_>>();
-            self.acknowledge(&processed, false).await;
+        if lost > 0 {
+            tracing::error!(lost, "the server has given up messages that were never processed");
+            self.given_up.go_on = lost > arrivals.len() as u64;
         }
-        self.receive_given_up(found.lost);
+        // What the stream has dropped meanwhile may have been processed, and its id pruned.
+        let first = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
+        arrivals.retain(|(raw, _)| raw.position.stream_seq >= first);
+        self.receive_given_up(arrivals);
     }
 
     /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.
@@ -569,7 +624,8 @@ impl Worker {
 
     fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        let at_rest = self.held.is_empty() && self.inbox.is_some() && self.given_up.survey.is_none();
+        let at_rest =
+            self.held.is_empty() && self.inbox.is_some() && self.given_up.survey.is_none() && !self.given_up.go_on;
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 

@@ -1,21 +1,20 @@
-//! `audit`: is there a message at or below the ack floor that is neither processed nor a dead letter? With `--repair` such
+//! `audit`: is there a settled message, at or below the ack floor or given up, that is neither processed nor a dead letter? With `--repair` such
 //! messages are applied, the way every message is.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use async_nats::jetstream::consumer::DeliverPolicy;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Config, OnConflict, Retention};
+use crate::config::{Config, OnConflict};
 use crate::consumer::connection::{self, ConnectError};
 use crate::consumer::walk::{Walk, WalkError};
-use crate::consumer::{self, BindError, Found};
+use crate::consumer::{self, BindError, Found, Start};
 use crate::delivery::{Delivery, IdScheme, unix_ns};
 use crate::errors::chain;
 use crate::handler::Handler;
@@ -26,6 +25,7 @@ use crate::retry::RetryPolicy;
 use crate::shutdown;
 use crate::store::sqlite::Lookup;
 use crate::store::{self, Claim, OpenError, Store};
+use crate::survey::pruned_before;
 
 /// Chunks that were read and not looked up yet.
 const AHEAD: usize = 2;
@@ -158,16 +158,13 @@ impl Scope {
         let (stream, consumer) = (&found.stream, &found.consumer);
         let (first, last) = (stream.state.first_sequence, stream.state.last_sequence);
         let created_ns = unix_ns(stream.created.into());
-        let floor = consumer.ack_floor.stream_sequence;
-        let mut notes = Vec::new();
-        let (start_seq, start_ns) = match consumer.config.deliver_policy {
-            DeliverPolicy::All => (1, 0),
-            DeliverPolicy::ByStartSequence { start_sequence } => (start_sequence, 0),
-            DeliverPolicy::ByStartTime { start_time } => (1, unix_ns(start_time.into())),
-            DeliverPolicy::New | DeliverPolicy::Last | DeliverPolicy::LastPerSubject => {
-                (1, unix_ns(consumer.created.into()))
-            }
+        // With nothing pending the floor may lag behind, below messages that the server has given up.
+        let floor = match consumer.num_ack_pending {
+            0 => consumer.delivered.stream_sequence.max(consumer.ack_floor.stream_sequence),
+            _ => consumer.ack_floor.stream_sequence,
         };
+        let mut notes = Vec::new();
+        let Start { seq: start_seq, ns: start_ns } = Start::of(consumer);
         if start_seq > 1 || start_ns > 0 {
             let start = if start_ns > 0 { time(start_ns) } else { format!("message {start_seq}") };
             notes.push(format!("the consumer starts at {start}; what is older was never for it and is not checked"));
@@ -200,19 +197,6 @@ impl Scope {
 
     fn is_empty(&self) -> bool {
         self.from > self.to
-    }
-}
-
-/// Of a message published from then on the id is there if it was processed.
-fn pruned_before(retention: Retention, oldest_processed_at: Option<i64>, now_ns: i64) -> i64 {
-    match retention {
-        // An id is kept while the stream holds its message.
-        Retention::Auto => 0,
-        // Ids go in the order in which they came, and none is younger than this.
-        Retention::For(age) => {
-            let kept_since = now_ns.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX));
-            oldest_processed_at.map_or(kept_since, |oldest| oldest.min(kept_since))
-        }
     }
 }
 
@@ -529,6 +513,7 @@ fn time(ns: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Retention;
 
     #[test]
     fn only_with_a_fixed_retention_an_old_id_may_be_gone_although_its_message_is_there() {

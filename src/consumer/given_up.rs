@@ -6,10 +6,12 @@
 //! acknowledges them or the stream drops them. Which ones they are it does not say.
 
 use async_nats::Client;
+use async_nats::jetstream::consumer::{DeliverPolicy, Info};
 use serde::Deserialize;
 
 use super::quarantine::{message_at, next_message};
 use super::{Arrival, BindError};
+use crate::delivery::unix_ns;
 
 /// Where the server says that it has given a message up. The permission to listen is optional.
 pub fn advisory_subject(stream: &str, consumer: &str) -> String {
@@ -40,6 +42,27 @@ pub struct Records {
     pub stream: String,
     pub consumer: String,
     pub filters: Vec<String>,
+    pub start: Start,
+}
+
+/// What is older than this was never for the consumer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Start {
+    pub seq: u64,
+    pub ns: i64,
+}
+
+impl Start {
+    pub fn of(consumer: &Info) -> Self {
+        match consumer.config.deliver_policy {
+            DeliverPolicy::All => Self { seq: 1, ns: 0 },
+            DeliverPolicy::ByStartSequence { start_sequence } => Self { seq: start_sequence, ns: 0 },
+            DeliverPolicy::ByStartTime { start_time } => Self { seq: 1, ns: unix_ns(start_time.into()) },
+            DeliverPolicy::New | DeliverPolicy::Last | DeliverPolicy::LastPerSubject => {
+                Self { seq: 1, ns: unix_ns(consumer.created.into()) }
+            }
+        }
+    }
 }
 
 impl Records {

@@ -282,15 +282,6 @@ pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
     counts(&mut connection).await.map_err(|source| failed(Error::new("counting rows", source)))
 }
 
-/// What the database knows of each of `deliveries`, read beside a running daemon.
-///
-/// # Errors
-/// When it cannot be read.
-pub async fn known_of(path: &Path, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-    let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await?;
-    Lookup { connection }.known(deliveries).await
-}
-
 /// Asks what the database knows, beside a running daemon, through a connection that cannot write.
 #[derive(Debug)]
 pub struct Lookup {

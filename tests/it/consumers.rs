@@ -217,7 +217,7 @@ async fn with_a_database_that_knows_less_than_the_server_gave_up_nothing_is_gues
 
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
-    worker.logged(&["ERROR", "which ones were lost cannot be told"]).await;
+    worker.logged(&["ERROR", "which ones were lost cannot be told", "order-processor audit"]).await;
     broker.publish("Order Data 5").await;
     broker.acknowledged(5).await;
     spec.db().applied_once(1).await;
@@ -225,6 +225,116 @@ async fn with_a_database_that_knows_less_than_the_server_gave_up_nothing_is_gues
 }
 
 /// The stream keeps so many messages and drops the oldest.
+/// Plays a worker that gets one message and says nothing.
+async fn take_one(broker: &Broker) {
+    let consumer: PullConsumer = broker.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
+    let mut messages = consumer.batch().max_messages(1).expires(PATIENCE).messages().await.unwrap();
+    messages.next().await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn an_order_given_up_is_found_below_however_many_others() {
+    let (server, broker) =
+        Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
+    broker.publish("Order Data 0").await;
+    hand_back(&broker, &[1], MAX_DELIVER - 1).await;
+    // The last delivery goes to somebody who says nothing. It is pending until the others are worked off.
+    take_one(&broker).await;
+    broker.publish_numbered(1..=20_500).await;
+
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    spec.db().has("dead_letters", 1).await;
+    at_peace(&broker).await;
+    assert_eq!(spec.db().texts("SELECT CAST(payload AS TEXT) FROM dead_letters").await, ["Order Data 0"]);
+    assert_eq!(spec.db().count("orders").await, 20_500);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn what_is_older_than_the_consumers_start_is_not_taken_for_given_up() {
+    let (server, broker) = Broker::story().await;
+    broker.publish_numbered(1..=2).await;
+    broker.delete_consumer().await;
+    let from_the_second = || consumer::pull::Config {
+        deliver_policy: DeliverPolicy::ByStartSequence { start_sequence: 2 },
+        ..six_deliveries()
+    };
+    broker.create_consumer(from_the_second()).await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    // The server gives up the one that was processed.
+    broker.delete_consumer().await;
+    broker.create_consumer(from_the_second()).await;
+    give_up(&broker, &[2]).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    at_peace(&broker).await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+
+    // And one that was not, of a consumer that gets only what is new.
+    broker.delete_consumer().await;
+    broker.create_consumer(consumer::pull::Config { deliver_policy: DeliverPolicy::New, ..six_deliveries() }).await;
+    broker.publish("Order Data 3").await;
+    give_up(&broker, &[3]).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    at_peace(&broker).await;
+    assert_eq!(spec.db().texts("SELECT CAST(payload AS TEXT) FROM dead_letters").await, ["Order Data 3"]);
+}
+
+#[tokio::test]
+async fn an_order_that_another_database_has_is_not_taken_for_given_up() {
+    let (server, broker) = Broker::with(six_deliveries()).await;
+    broker.publish("Order Data 1").await;
+    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
+    broker.publish("Order Data 2").await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+
+    // Given up is one, and this database does not know one: not the same.
+    broker.delete_consumer().await;
+    broker.create_consumer(six_deliveries()).await;
+    let consumer: PullConsumer = broker.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
+    let first = consumer.fetch().max_messages(1).messages().await.unwrap().next().await.unwrap().unwrap();
+    assert_eq!(first.info().unwrap().stream_sequence, 1);
+    first.double_ack().await.unwrap();
+    give_up(&broker, &[2]).await;
+    let mut worker = spec.start();
+    at_peace(&broker).await;
+    worker.drain().await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+}
+
+#[tokio::test]
+async fn what_is_only_pending_is_not_taken_for_given_up() {
+    let (server, broker) = Broker::with(six_deliveries()).await;
+    broker.publish("Order Data 1").await;
+    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
+    broker.edit_consumer(consumer::pull::Config { ack_wait: Duration::from_secs(3), ..six_deliveries() }).await;
+    broker.publish("Order Data 2").await;
+    hand_back(&broker, &[2], 2).await;
+    take_one(&broker).await;
+
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.logged(&["ERROR", "cannot find", "pending", "order-processor audit"]).await;
+    spec.db().has("orders", 1).await;
+    at_peace(&broker).await;
+    worker.drain().await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+}
+
+#[tokio::test]
+async fn audit_names_the_orders_that_the_server_gave_up_above_the_ack_floor() {
+    let (server, broker) = Broker::with(six_deliveries()).await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    broker.publish_numbered(1..=2).await;
+    give_up(&broker, &[1, 2]).await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0);
+    let audit = spec.run(&["audit"]).await;
+    assert!(audit.stdout.contains("messages 1 to 2: 0 processed, 0 dead letters, 2 missing"), "{}", audit.stdout);
+}
+
 fn keeps(max_messages: i64) -> stream::Config {
     stream::Config { max_messages, discard: stream::DiscardPolicy::Old, ..stream_config() }
 }
