@@ -258,6 +258,7 @@ fn audit_code(error: &AuditError) -> u8 {
         | AuditError::Bind(_)
         | AuditError::Signals(_)
         | AuditError::Stopped { .. }
+        | AuditError::OtherStream { .. }
         | AuditError::Database { .. }
         | AuditError::Output(_) => FAILED,
     }

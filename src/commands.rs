@@ -11,6 +11,7 @@ pub mod config;
 pub mod dead_letters;
 pub mod healthcheck;
 pub mod man;
+mod new_file;
 pub mod pause;
 pub mod publish;
 pub mod run;

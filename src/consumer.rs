@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime};
 use async_nats::connection::State as ConnectionState;
 use async_nats::jetstream::consumer::Info as ConsumerInfo;
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamErrorKind};
-use async_nats::jetstream::stream::Info as StreamInfo;
+use async_nats::jetstream::stream::{Info as StreamInfo, Stream};
 use async_nats::jetstream::{self, ErrorCode};
 use async_nats::{Client, Message, Request, StatusCode, Subscriber};
 use futures_util::future::BoxFuture;
@@ -1010,6 +1010,7 @@ async fn inspect_with_age(client: Client, config: Arc<Config>, ages: bool) -> Re
         let oldest = tokio::time::timeout(AGE_PATIENCE, quarantine::oldest_published_at(&client, &found)).await;
         match oldest {
             Ok(Ok(at)) => found.oldest_published_at = at,
+            Ok(Err(error @ BindError::NoStream { .. })) => return Err(error),
             Ok(Err(_)) | Err(_) => found.age_unknown = true,
         }
     }
@@ -1019,22 +1020,26 @@ async fn inspect_with_age(client: Client, config: Arc<Config>, ages: bool) -> Re
 /// Asks the server for stream and consumer.
 pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Found, BindError> {
     let no_consumer = || BindError::NoConsumer { stream: stream.to_owned(), consumer: consumer.to_owned() };
-    let no_stream = || BindError::NoStream { stream: stream.to_owned() };
-    let jetstream = jetstream::new(client.clone());
-    let found = jetstream.get_stream(stream).await.map_err(|error| match error.kind() {
-        GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => no_stream(),
+    let found = look_at_stream(client, stream).await?;
+    let info = found.consumer_info(consumer).await.map_err(|error| match error.kind() {
+        ConsumerInfoErrorKind::NotFound => no_consumer(),
+        ConsumerInfoErrorKind::StreamNotFound => BindError::NoStream { stream: stream.to_owned() },
+        _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
+    })?;
+    Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None, age_unknown: false })
+}
+
+async fn look_at_stream(client: &Client, stream: &str) -> Result<Stream, BindError> {
+    jetstream::new(client.clone()).get_stream(stream).await.map_err(|error| match error.kind() {
+        GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => {
+            BindError::NoStream { stream: stream.to_owned() }
+        }
         GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::JETSTREAM_NOT_ENABLED_FOR_ACCOUNT => {
             BindError::NoJetStream
         }
         _ if error.to_string().contains("no responders") => BindError::NoJetStream,
         _ => BindError::NoAnswer { asked: "a request for the stream", error: error.to_string() },
-    })?;
-    let info = found.consumer_info(consumer).await.map_err(|error| match error.kind() {
-        ConsumerInfoErrorKind::NotFound => no_consumer(),
-        ConsumerInfoErrorKind::StreamNotFound => no_stream(),
-        _ => BindError::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
-    })?;
-    Ok(Found { stream: found.cached_info().clone(), consumer: info, oldest_published_at: None, age_unknown: false })
+    })
 }
 
 /// A stream without any message says that its last one came in the year 1.

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, OnConflict};
 use crate::consumer::connection::{self, ConnectError};
-use crate::consumer::walk::{Walk, WalkError};
+use crate::consumer::walk::{Gone, Walk, WalkError};
 use crate::consumer::{self, BindError, Found, Start};
 use crate::delivery::{Delivery, IdScheme, unix_ns};
 use crate::errors::chain;
@@ -67,6 +67,8 @@ pub enum AuditError {
     Signals(#[source] io::Error),
     #[error("stopped before message {next}: {reason}; go on with `order-processor audit --from {next}`")]
     Stopped { next: u64, reason: String },
+    #[error("the stream was deleted or created anew before message {next} was checked; audit again what is there now")]
+    OtherStream { next: u64 },
     #[error("the database failed before message {next}; go on with `order-processor audit --from {next}`")]
     Database {
         next: u64,
@@ -113,7 +115,8 @@ async fn audit(
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let scope = Scope::of(&config, &found, args.from, oldest);
     let mut report = Report::new(&found, &scope, args.json, out)?;
-    let mut audit = Audit { next: scope.from, config, client, scope, lookup, inbox, stop };
+    let source = Source { config: config.clone(), client, created_ns: unix_ns(found.stream.created.into()) };
+    let mut audit = Audit { next: scope.from, config, source, scope, lookup, inbox, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let closed = match audit.inbox.take() {
         Some(inbox) => inbox.close().await,
@@ -200,9 +203,30 @@ impl Scope {
     }
 }
 
-struct Audit {
+/// The stream that is audited.
+struct Source {
     config: Arc<Config>,
     client: async_nats::Client,
+    created_ns: i64,
+}
+
+impl Source {
+    /// What it has first now, if the server says so. An error if there is another stream, or none: `next` is still unchecked.
+    async fn first_sequence(&self, next: u64) -> Result<Option<u64>, AuditError> {
+        let (stream, consumer) = (&self.config.consumer.stream, &self.config.consumer.name);
+        match consumer::look(&self.client, stream, consumer).await {
+            Ok(found) if unix_ns(found.stream.created.into()) == self.created_ns => {
+                Ok(Some(found.stream.state.first_sequence))
+            }
+            Ok(_) | Err(BindError::NoStream { .. }) => Err(AuditError::OtherStream { next }),
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+struct Audit {
+    config: Arc<Config>,
+    source: Source,
     scope: Scope,
     lookup: Lookup,
     /// With `--repair`.
@@ -235,7 +259,7 @@ impl Audit {
         }
         let scheme = IdScheme {
             stream: self.config.consumer.stream.clone(),
-            stream_created_ns: unix_ns(found.stream.created.into()),
+            stream_created_ns: self.source.created_ns,
             pointer: self.config.inbox.id_pointer.clone(),
         };
         let walk = Walk::new(self.config.clone(), found, self.scope.from, self.scope.to, patience).await?;
@@ -252,14 +276,16 @@ impl Audit {
         let ended = reading.await;
         checked?;
         let next = self.next;
+        let (ended, gone) = ended.map_err(|error| AuditError::Stopped { next, reason: chain(&error) })?;
+        report.gone(gone);
         match ended {
-            Ok(Ok(true)) if !self.stop.is_cancelled() => {
+            Ok(true) if !self.stop.is_cancelled() => {
                 self.next = self.scope.to + 1;
                 Ok(())
             }
-            Ok(Ok(_)) => Err(AuditError::Stopped { next, reason: "interrupted".to_owned() }),
-            Ok(Err(error)) => Err(AuditError::Stopped { next, reason: chain(&error) }),
-            Err(error) => Err(AuditError::Stopped { next, reason: chain(&error) }),
+            Ok(_) => Err(AuditError::Stopped { next, reason: "interrupted".to_owned() }),
+            Err(WalkError::OtherStream) => Err(AuditError::OtherStream { next }),
+            Err(error @ WalkError::Lost { .. }) => Err(AuditError::Stopped { next, reason: chain(&error) }),
         }
     }
 
@@ -278,7 +304,8 @@ impl Audit {
             }
         }
         if !missing.is_empty() {
-            self.forget_what_is_gone(&mut missing).await;
+            let gone = self.forget_what_is_gone(&mut missing).await?;
+            report.gone(gone);
             self.handle(missing, report).await?;
             if self.stop.is_cancelled() && self.inbox.is_some() {
                 return Ok(());
@@ -305,11 +332,14 @@ impl Audit {
     }
 
     /// The daemon prunes ids of messages that the stream drops, and it may have done both while this process slept.
-    async fn forget_what_is_gone(&self, missing: &mut Vec<(Delivery, &'static str)>) {
-        let (stream, consumer) = (&self.config.consumer.stream, &self.config.consumer.name);
-        if let Ok(found) = consumer::look(&self.client, stream, consumer).await {
-            missing.retain(|(delivery, _)| delivery.raw.position.stream_seq >= found.stream.state.first_sequence);
+    async fn forget_what_is_gone(&self, missing: &mut Vec<(Delivery, &'static str)>) -> Result<Gone, AuditError> {
+        let mut gone = Gone::default();
+        if let Some(first) = self.source.first_sequence(self.next).await? {
+            for (delivery, _) in missing.extract_if(.., |(delivery, _)| delivery.raw.position.stream_seq < first) {
+                gone = Gone { count: gone.count + 1, through: delivery.raw.position.stream_seq };
+            }
         }
+        Ok(gone)
     }
 
     /// Applies what is missing, if so asked, and says of each message what came of it.
@@ -327,10 +357,11 @@ impl Audit {
         let mut rest: Vec<Delivery> = missing.into_iter().map(|(delivery, _)| delivery).collect();
         while let Some(first) = rest.first() {
             let next = first.raw.position.stream_seq;
+            self.next = next;
             if self.stop.is_cancelled() {
-                self.next = next;
                 return Ok(());
             }
+            self.source.first_sequence(next).await?;
             let later = rest.split_off(rest.len().min(self.config.batch.max_messages));
             let outcomes = inbox.process(&rest, &self.stop).await;
             let outcomes = outcomes.map_err(|source| AuditError::Database { next, source })?;
@@ -352,13 +383,13 @@ impl Audit {
     }
 }
 
-/// `true` when there is nothing more to read, `false` when it was told to stop.
+/// `true` when there is nothing more to read, `false` when it was told to stop; and what could not be read any more.
 async fn read_ahead(
     mut walk: Walk,
     scheme: IdScheme,
     chunks: mpsc::Sender<Vec<Delivery>>,
     stop: CancellationToken,
-) -> Result<bool, WalkError> {
+) -> (Result<bool, WalkError>, Gone) {
     let ended = loop {
         let read = match stop.run_until_cancelled(walk.next()).await {
             Some(Ok(read)) if read.is_empty() => break Ok(true),
@@ -371,8 +402,9 @@ async fn read_ahead(
             break Ok(false);
         }
     };
+    let gone = walk.gone();
     walk.close().await;
-    ended
+    (ended, gone)
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -388,6 +420,9 @@ struct Summary {
     missing: u64,
     /// Of the missing ones.
     repaired: u64,
+    /// Messages that left the stream during the audit before they were checked, and the last one of them.
+    gone: u64,
+    gone_through: u64,
     /// All from `from` to `to` was checked.
     complete: bool,
     /// The first sequence that was not checked.
@@ -429,6 +464,11 @@ impl<'a, W: Write> Report<'a, W> {
             ..Summary::default()
         };
         Ok(Self { out, json, summary, bar, said: Instant::now() })
+    }
+
+    fn gone(&mut self, gone: Gone) {
+        self.summary.gone += gone.count;
+        self.summary.gone_through = self.summary.gone_through.max(gone.through);
     }
 
     fn missing(&mut self, delivery: &Delivery, what: &str, why: &str) -> io::Result<()> {
@@ -487,7 +527,7 @@ impl<'a, W: Write> Report<'a, W> {
         if summary.from > summary.to {
             return Ok(());
         }
-        let Summary { stream, from, processed, dead_letters, cannot_be_told, missing, repaired, .. } = summary;
+        let Summary { stream, from, processed, dead_letters, cannot_be_told, missing, repaired, .. } = &*summary;
         write!(self.out, "stream {stream}, messages {from} to {}: ", next.saturating_sub(1))?;
         write!(self.out, "{processed} processed, {dead_letters} dead letters, {missing} missing")?;
         if *repaired > 0 {
@@ -495,6 +535,13 @@ impl<'a, W: Write> Report<'a, W> {
         }
         if *cannot_be_told > 0 {
             write!(self.out, ", {cannot_be_told} older than inbox.retention that cannot be told")?;
+        }
+        if summary.gone > 0 {
+            let Summary { gone, gone_through, .. } = summary;
+            write!(
+                self.out,
+                ", {gone} that left the stream before they could be checked, up to message {gone_through}"
+            )?;
         }
         writeln!(self.out)
     }

@@ -1,8 +1,6 @@
 //! `backup`: a consistent copy of the database, checked before it gets its name. The daemon may run or not.
 
-use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +8,7 @@ use clap::Args;
 use indicatif::ProgressBar;
 use tokio_util::sync::CancellationToken;
 
+use super::new_file::NewFile;
 use crate::config::Config;
 use crate::shutdown;
 use crate::store::OpenError;
@@ -40,27 +39,13 @@ pub enum BackupError {
     Output(#[from] io::Error),
 }
 
-/// A file that goes again unless it is kept.
-struct Partial(PathBuf);
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        // Already gone if it was kept under its name, and nothing to be done about any other failure.
-        drop(std::fs::remove_file(&self.0));
-    }
-}
-
 /// Copies, checks, syncs, and only then gives the copy its name.
 pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Result<(), BackupError> {
     let stop = CancellationToken::new();
     shutdown::listen(stop.clone(), || {}).map_err(BackupError::Signals)?;
     // SQLite takes a name like "file:x" for something else.
     let file = std::path::absolute(&args.file).map_err(|source| BackupError::Write(args.file.clone(), source))?;
-    // Dangling links count: whatever has the name keeps it.
-    if file.symlink_metadata().is_ok() {
-        return Err(BackupError::Exists(args.file));
-    }
-    let making = make(&config.database.path, &file);
+    let making = make(&config.database.path, &file, &args.file);
     let Some(made) = stop.run_until_cancelled(making).await else { return Err(BackupError::Stopped) };
     let Contents { orders, processed_ids, dead_letters, last_stream_seq } = made?;
     let last = last_stream_seq.map_or_else(|| "none".to_owned(), |seq| seq.to_string());
@@ -72,23 +57,21 @@ pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Res
     Ok(())
 }
 
-async fn make(database: &Path, file: &Path) -> Result<Contents, BackupError> {
-    let failed = |source| BackupError::Write(file.to_owned(), source);
-    let mut name = file.as_os_str().to_owned();
-    name.push(format!(".partial-{}", std::process::id()));
-    let partial = Partial(PathBuf::from(name));
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial.0).map_err(failed)?;
+/// `named` is what the operator calls the file.
+async fn make(database: &Path, file: &Path, named: &Path) -> Result<Contents, BackupError> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::AlreadyExists => BackupError::Exists(named.to_owned()),
+        _ => BackupError::Write(file.to_owned(), source),
+    };
+    let new = NewFile::create(file).map_err(failed)?;
     let contents = tokio::select! {
         copied = async {
-            backup::copy(database, &partial.0).await?;
-            backup::examine(&partial.0).await
+            backup::copy(database, new.partial()).await?;
+            backup::examine(new.partial()).await
         } => copied?,
-        never = show_progress(database, &partial.0) => match never {},
+        never = show_progress(database, new.partial()) => match never {},
     };
-    File::open(&partial.0).and_then(|copy| copy.sync_all()).map_err(failed)?;
-    std::fs::rename(&partial.0, file).map_err(failed)?;
-    let folder = file.parent().unwrap_or(Path::new("/"));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    new.keep().map_err(failed)?;
     Ok(contents)
 }
 

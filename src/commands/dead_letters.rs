@@ -1,8 +1,7 @@
 //! `dead-letters`: look at them, apply them again, give them up. Needs the database and no server; the daemon may run or not.
 
-use std::fs::OpenOptions;
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
@@ -11,6 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Subcommand};
 use tokio::time::Instant;
 
+use crate::commands::new_file::NewFile;
 use crate::commands::{confirmed, operator};
 use crate::config::Config;
 use crate::delivery::{Digest, unix_ns};
@@ -338,13 +338,15 @@ async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Resu
         return Ok(());
     };
     let failed = |source| DeadLettersError::File(path.clone(), source);
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+    let new = NewFile::create(&path).map_err(failed)?;
+    let file = File::options().write(true).open(new.partial()).map_err(failed)?;
     let mut buffered = io::BufWriter::new(file);
     let written = match write_all(letters, &mut reader, &mut buffered).await {
         Err(DeadLettersError::Output(source)) => return Err(failed(source)),
         written => written?,
     };
-    buffered.into_inner().map_err(|error| failed(error.into_error()))?.sync_all().map_err(failed)?;
+    buffered.into_inner().map_err(|error| failed(error.into_error()))?;
+    new.keep().map_err(failed)?;
     writeln!(out, "wrote {written} {} to {}", noun(pile(args.closed)), path.display())?;
     Ok(())
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use async_nats::jetstream::ErrorCode;
 use async_nats::jetstream::consumer::Config;
 use async_nats::{Client, HeaderName, HeaderValue};
 use base64::Engine;
@@ -137,17 +138,29 @@ async fn ask(client: &Client, stream: &str, request: String) -> Result<Option<St
     let no_answer = |error: String| BindError::NoAnswer { asked: ASKED, error };
     let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
     let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
-    read_answer(&answer.payload).map_err(no_answer)
+    read_answer(&answer.payload).map_err(|error| match error {
+        AnswerError::NoStream => BindError::NoStream { stream: stream.to_owned() },
+        AnswerError::Other(text) => no_answer(text),
+    })
 }
 
-/// The message in the server's answer, `None` if it has none to give; else why not.
-pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, String> {
-    let answer: Answer = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
+/// Why the server's answer has neither a message nor says that there is none.
+#[derive(Debug, PartialEq)]
+pub enum AnswerError {
+    NoStream,
+    Other(String),
+}
+
+/// The message in the server's answer, `None` if the stream has no such message; else why not.
+pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, AnswerError> {
+    let answer: Answer = serde_json::from_slice(answer).map_err(|error| AnswerError::Other(error.to_string()))?;
     match (answer.message, answer.error) {
-        (Some(message), _) => message.decode().map(Some).map_err(|error| error.to_string()),
-        (None, Some(error)) if error.code == 404 => Ok(None),
-        (None, Some(error)) => Err(error.description),
-        (None, None) => Err("neither a message nor an error".to_owned()),
+        (Some(message), _) => message.decode().map(Some).map_err(|error| AnswerError::Other(error.to_string())),
+        // Both are a 404, and only one of them says anything about the message.
+        (None, Some(error)) if error.err_code == ErrorCode::NO_MESSAGE_FOUND.0 => Ok(None),
+        (None, Some(error)) if error.err_code == ErrorCode::STREAM_NOT_FOUND.0 => Err(AnswerError::NoStream),
+        (None, Some(error)) => Err(AnswerError::Other(error.description)),
+        (None, None) => Err(AnswerError::Other("neither a message nor an error".to_owned())),
     }
 }
 
@@ -170,7 +183,7 @@ struct Encoded {
 
 #[derive(Deserialize)]
 struct ApiError {
-    code: u16,
+    err_code: u64,
     #[serde(default)]
     description: String,
 }
@@ -336,6 +349,14 @@ mod tests {
         b"y",
         b"(",
     ];
+
+    #[test]
+    fn a_stream_that_is_gone_is_not_a_message_that_is_gone() {
+        let answer = |code: u64| format!(r#"{{"error": {{"code": 404, "err_code": {code}, "description": "why"}}}}"#);
+        assert!(matches!(read_answer(answer(10037).as_bytes()), Ok(None)));
+        assert_eq!(read_answer(answer(10059).as_bytes()).err(), Some(AnswerError::NoStream));
+        assert_eq!(read_answer(answer(10008).as_bytes()).err(), Some(AnswerError::Other("why".to_owned())));
+    }
 
     #[test]
     fn readable_headers_are_left_alone() {

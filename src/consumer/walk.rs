@@ -2,7 +2,8 @@
 //!
 //! A consumer of its own without acknowledgements brings the messages fast; the server forgets it soon after we leave. It is
 //! never trusted: a delivery that does not follow the one before, a silence, any error have the same cure, a new consumer that
-//! starts at the first message not yet read. Where a message that the client cannot parse may be in the way, and where such a
+//! starts at the first message not yet read. Nor is a sequence: in a stream created anew each stands for another message, so
+//! nothing is handed on before a look, asked for after it was read, shows that the stream is still the same. Where a message that the client cannot parse may be in the way, and where such a
 //! consumer is not permitted or would count for the stream, messages are asked for one by one instead.
 
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::quarantine::{Stored, filters, message_at, next_message};
-use super::{BindError, Found, HEADER_ROOM_BYTES, Link, arrival, is_end_of_pull, look};
+use super::{BindError, Found, HEADER_ROOM_BYTES, Link, arrival, is_end_of_pull, look, look_at_stream};
 use crate::config::Config;
 use crate::delivery::{Position, Raw};
 use crate::errors::chain;
@@ -37,6 +38,8 @@ const AFTER_UNREADABLE: usize = 100;
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 /// The server forgets our consumer this long after the last pull.
 const INACTIVE: Duration = Duration::from_secs(30);
+/// So long a consumer may bring nothing but heartbeats: what was still to come may have left the stream.
+const DROUGHT_MAX: Duration = Duration::from_secs(5);
 const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(2);
 /// How long the goodbye to the server may take.
@@ -66,6 +69,7 @@ pub struct Walk {
     /// The first sequence not yet read, and the last one wanted.
     next: u64,
     to: u64,
+    gone: Gone,
     way: Way,
     /// So many messages more are to be read one by one.
     one_by_one: usize,
@@ -80,6 +84,14 @@ pub struct Walk {
     /// Since when nothing could be read, and how often that was tried.
     trouble: Option<(Instant, u32)>,
     reminder: Reminder,
+}
+
+/// Messages that left the stream before they were read.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gone {
+    pub count: u64,
+    /// The last one of them.
+    pub through: u64,
 }
 
 /// How the next messages are read.
@@ -139,6 +151,7 @@ impl Walk {
             filters: filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect(),
             next: from,
             to,
+            gone: Gone::default(),
             way: Way::Unknown,
             one_by_one: 0,
             lost_at: None,
@@ -158,11 +171,19 @@ impl Walk {
     pub async fn next(&mut self) -> Result<Vec<Raw>, WalkError> {
         let mut read = Vec::new();
         while self.next <= self.to && read.is_empty() {
-            let ended = match (&mut self.way, &mut self.link) {
+            let mut ended = match (&mut self.way, &mut self.link) {
                 (Way::Consumer(session), Some(link)) => session.read(link, &self.config, self.to, &mut read).await,
                 (Way::OneByOne(_), Some(_)) => self.read_one_by_one(&mut read).await,
                 (Way::Unknown, _) | (_, None) => self.open().await,
             };
+            let is_over = matches!(ended, Ok(Reading::IsOver));
+            if (is_over || !read.is_empty())
+                && let Err(broken) = self.confirm(&read, is_over).await
+            {
+                // It is read again, if it still can be. A message right behind it may have cut the line.
+                read.clear();
+                ended = Err(Broken { suspicious: true, ..broken });
+            }
             if let Some(last) = read.last() {
                 self.next = last.position.stream_seq + 1;
                 self.trouble = None;
@@ -175,6 +196,40 @@ impl Walk {
             }
         }
         Ok(read)
+    }
+
+    /// What left the stream before it was read, so far.
+    pub fn gone(&self) -> Gone {
+        self.gone
+    }
+
+    /// Makes sure that what was read, or that nothing more is there, is of the stream that this walk is for.
+    async fn confirm(&mut self, read: &[Raw], is_over: bool) -> Result<(), Broken> {
+        let Some(link) = self.link.as_ref().filter(|link| link.is_connected()) else {
+            return Err(Broken::because("the connection was lost"));
+        };
+        let stream = look_at_stream(&link.client, &self.config.consumer.stream).await?;
+        let info = stream.cached_info();
+        self.expect(info.created.unix_timestamp_nanos())?;
+        let first = info.state.first_sequence;
+        let mut next = self.next;
+        let ends = read.iter().map(|raw| raw.position.stream_seq).chain(is_over.then(|| self.to.saturating_add(1)));
+        for end in ends {
+            // A gap beyond the first message is of other subjects, or of single messages that were deleted.
+            let through = end.min(first);
+            if through > next {
+                self.gone = Gone { count: self.gone.count + (through - next), through: through - 1 };
+            }
+            next = end.saturating_add(1);
+        }
+        Ok(())
+    }
+
+    fn expect(&self, created: i128) -> Result<(), BindError> {
+        match created == self.stream_created {
+            true => Ok(()),
+            false => Err(BindError::NoStream { stream: self.config.consumer.stream.clone() }),
+        }
     }
 
     /// Takes our consumer off the server. If that fails the server does it by itself.
@@ -194,9 +249,7 @@ impl Walk {
         let client = self.link.insert(link).client.clone();
         let (stream, durable) = (&self.config.consumer.stream, &self.config.consumer.name);
         let found = look(&client, stream, durable).await?;
-        if found.created().0 != self.stream_created {
-            return Err(Broken::from(BindError::NoStream { stream: stream.clone() }));
-        }
+        self.expect(found.created().0)?;
         if !self.no_consumer && self.one_by_one == 0 {
             self.remove_consumer(&client).await;
             self.made = true;
@@ -341,10 +394,14 @@ impl Session {
         to: u64,
         read: &mut Vec<Raw>,
     ) -> Result<Reading, Broken> {
-        let mut last_heard = Instant::now();
+        let asked = Instant::now();
+        let mut last_heard = asked;
         while read.len() < PULL_MESSAGES {
             if self.left == 0 {
                 return Err(Broken::because("all that was there has been read"));
+            }
+            if read.is_empty() && asked.elapsed() > DROUGHT_MAX {
+                return Err(Broken::because("no message comes"));
             }
             self.pull(link, config).await?;
             let message = match link.inbox.next().now_or_never() {

@@ -7,7 +7,9 @@ use async_nats::jetstream::stream::{self, RetentionPolicy};
 use futures_util::TryStreamExt;
 
 use crate::support::nats::{CONSUMER, STREAM, consumer_config, publish_raw, stream_config};
-use crate::support::{Broker, DaemonSpec, FaultProxy, Finished, NatsServer, PATIENCE, ServerSpec, equal, eventually};
+use crate::support::{
+    Broker, DaemonSpec, FaultProxy, Finished, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually,
+};
 
 async fn execute(spec: &DaemonSpec, sql: &'static str) {
     sqlx::query(sql).execute(&mut spec.db().open_to_write().await).await.unwrap();
@@ -379,5 +381,101 @@ async fn two_audits_at_a_time_leave_each_other_alone() {
     assert_eq!(first.wait_exit(PATIENCE).await.code(), Some(0));
     for finished in [first.finished(), second] {
         assert_eq!(count(&finished, "processed"), 3000, "{finished:?}");
+    }
+}
+
+/// The permissions of a worker whose audit gets no consumer of its own.
+const ONE_BY_ONE: &str = r#"allow: [">"], deny: ["$JS.API.CONSUMER.CREATE.ORDERS.order-processor-audit.>", "$JS.API.CONSUMER.CREATE.ORDERS.order-processor-audit"]"#;
+
+async fn processed_one_by_one(orders: u64) -> (NatsServer, Broker, DaemonSpec) {
+    let (server, broker) = Broker::with_restricted_worker(ONE_BY_ONE, consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=orders).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    (server, broker, spec)
+}
+
+fn is_told_of_another_stream(finished: &Finished) {
+    assert_eq!((finished.code, summary(finished)["complete"].as_bool()), (Some(1), Some(false)), "{finished:?}");
+    let said: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("order-processor: ")).collect();
+    assert!(said.len() == 1 && said[0].contains("deleted or created anew"), "{finished:?}");
+}
+
+#[tokio::test]
+async fn a_stream_created_anew_during_a_repair_ends_it_and_none_of_its_orders_gets_an_id_of_the_former() {
+    const ORDERS: u64 = 300;
+    for (one_by_one, anew) in [(true, true), (false, true), (true, false)] {
+        let (_server, broker, spec) = match one_by_one {
+            true => processed_one_by_one(ORDERS).await,
+            false => processed(ORDERS).await,
+        };
+        let spec = spec.set("batch.max_messages", "10");
+        execute(&spec, "DELETE FROM orders").await;
+        execute(&spec, "DELETE FROM processed_ids").await;
+        let slow = "CREATE TRIGGER slow BEFORE INSERT ON orders BEGIN SELECT count(*) FROM (WITH RECURSIVE r(x) AS \
+                    (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT 100000) SELECT x FROM r); END";
+        execute(&spec, slow).await;
+        let mut audit = spec.start_with(&["audit", "--repair", "--json"]);
+        eventually("the repair is under way", PATIENCE, async || at_least(spec.db().count("orders").await, 1)).await;
+        broker.delete_stream().await;
+        if anew {
+            broker.create(stream_config(), consumer_config()).await;
+            broker.publish_numbered(1001..=1000 + ORDERS).await;
+        }
+        audit.wait_exit(PATIENCE).await;
+
+        let finished = audit.finished();
+        is_told_of_another_stream(&finished);
+        let applied = spec.db().count("orders").await;
+        assert!(applied < ORDERS.cast_signed(), "it went on to the end: {applied}");
+        assert_eq!(count(&finished, "repaired"), applied.cast_unsigned(), "{finished:?}");
+        assert_eq!(
+            spec.db().scalar("SELECT count(*) FROM orders WHERE stream_seq > 1000 OR payload LIKE '%Data 1___'").await,
+            0
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_stream_that_goes_while_it_is_read_is_not_taken_for_one_that_has_nothing_more() {
+    for anew in [false, true] {
+        let (server, broker, spec) = processed_one_by_one(300).await;
+        let proxy = FaultProxy::start(server.address()).await;
+        let spec = spec.set("nats.url", proxy.url());
+        proxy.delay(Duration::from_millis(100));
+        let mut audit = spec.start_with(&["audit", "--json"]);
+        audit.logged(&["reading one by one"]).await;
+        broker.delete_stream().await;
+        if anew {
+            broker.create(stream_config(), consumer_config()).await;
+        }
+        audit.wait_exit(PATIENCE).await;
+        is_told_of_another_stream(&audit.finished());
+    }
+}
+
+#[tokio::test]
+async fn what_leaves_the_stream_before_it_could_be_checked_is_counted() {
+    const ORDERS: u64 = 10_000;
+    for kept in [500, 0] {
+        let (server, broker, spec) = processed(ORDERS).await;
+        let proxy = FaultProxy::start(server.address()).await;
+        let spec = spec.set("nats.url", proxy.url());
+        proxy.delay(Duration::from_millis(150));
+        let mut audit = spec.start_with(&["audit"]);
+        reads(&broker, "").await;
+        let stream = broker.jetstream.get_stream(STREAM).await.unwrap();
+        stream.purge().sequence(ORDERS - kept + 1).await.unwrap();
+        assert_eq!(audit.wait_exit(PATIENCE).await.code(), Some(0));
+
+        let said = audit.finished().stdout;
+        let number = |after: &str| -> u64 {
+            let number = said.split_once(after).unwrap_or_else(|| panic!("no {after:?} in {said}")).1;
+            number.split(' ').next().unwrap().trim().parse().unwrap_or_else(|_| panic!("{said}"))
+        };
+        let (processed, gone) = (number("to 10000: "), number("0 missing, "));
+        assert_eq!(processed + gone, ORDERS, "{said}");
+        assert!(gone > 0 && said.contains(" that left the stream before they could be checked"), "{said}");
+        assert_eq!(number("up to message "), ORDERS - kept, "{said}");
     }
 }

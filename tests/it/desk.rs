@@ -809,3 +809,21 @@ async fn a_backup_overwrites_nothing_and_leaves_nothing_when_it_fails() {
         std::fs::read_dir(spec.folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert_eq!(names.filter(|name| name.starts_with("another")).collect::<Vec<_>>(), [""; 0]);
 }
+
+#[tokio::test]
+async fn an_id_as_long_as_its_publisher_likes_is_shortened_in_the_table_and_nowhere_else() {
+    let (server, broker) = Broker::story().await;
+    let spec = json_only(DaemonSpec::new(server.url()));
+    let id = "x".repeat(70_000);
+    for version in 1..=2 {
+        broker.publish(json!({ "id": id, "version": version }).to_string()).await;
+    }
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let table = spec.run_ok(&["dead-letters", "list"]).await.stdout;
+    assert!(table.lines().count() == 2 && table.lines().all(|line| line.chars().count() < 400), "{table}");
+    assert!(table.contains("xx…  "), "{table}");
+    let listed = spec.run_ok(&["dead-letters", "list", "--json"]).await.stdout;
+    let id = format!("ORDERS.new {id}");
+    assert!(by_id(&listed).contains_key(&id), "it is whole");
+    assert!(spec.run_ok(&["dead-letters", "show", &id]).await.stdout.contains(&id));
+}

@@ -400,3 +400,32 @@ async fn sigterm_while_the_folder_is_away_ends_it_and_the_next_one_finishes() {
     std::fs::copy(folder.join("orders.db"), spec.database()).unwrap();
     spec.db().applied_once(15).await;
 }
+
+#[tokio::test]
+async fn an_export_or_a_backup_that_the_disk_has_no_room_for_leaves_nothing() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::story().await;
+    let spec = disk.spec(server.url()).set("inbox.id_pointer", "/id");
+    let mut worker = disk.start(&spec);
+    worker.ready().await;
+    publish_large(&broker, 30).await;
+    broker.acknowledged(30).await;
+    worker.drain().await;
+    disk.fill();
+    // Room for what a reader needs beside the database, and not for what is written here.
+    let ballast = File::options().write(true).open(disk.path("ballast")).unwrap();
+    ballast.set_len(ballast.metadata().unwrap().len() - 100_000).unwrap();
+    for command in [&["dead-letters", "export"][..], &["backup"]] {
+        let file = disk.folder.path().join("answer");
+        let arguments = [command, &[file.to_str().unwrap()]].concat();
+        let output = disk.enter(|through| spec.command_through(through, &arguments)).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            !output.status.success() && (said.contains("No space left") || said.contains("is full")),
+            "{command:?}: {said}"
+        );
+        let entries = std::fs::read_dir(disk.path("")).unwrap();
+        let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        assert!(!names.iter().any(|name| name.starts_with("answer")), "{command:?}: {names:?}");
+    }
+}

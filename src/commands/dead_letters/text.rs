@@ -11,8 +11,9 @@ use serde_json::{Value, json};
 
 use crate::store::letters::{Envelope, Letter, Pile};
 
-/// Characters of an error in the table.
+/// Characters of an error in the table, and of each other text. Ids and subjects are as long as their publishers like.
 const ERROR_MAX: usize = 60;
+const TEXT_MAX: usize = 100;
 const COLUMNS: usize = 7;
 
 /// One line a letter, the columns aligned. The head comes with the first one.
@@ -46,20 +47,24 @@ fn row(envelope: &Envelope) -> [String; COLUMNS] {
         Some(closed) => (closed.at_ns, format!("{} by {}", closed.closing.name(), closed.by)),
         None => (envelope.dead_at_ns, envelope.error.clone()),
     };
-    let last = clean(&last);
-    let last = match last.char_indices().nth(ERROR_MAX) {
-        Some((end, _)) => format!("{}…", &last[..end]),
-        None => last.into_owned(),
-    };
     [
         seconds(at_ns),
-        clean(&envelope.reason).into_owned(),
-        clean(&envelope.subject).into_owned(),
+        shortened(&envelope.reason, TEXT_MAX),
+        shortened(&envelope.subject, TEXT_MAX),
         envelope.stream_seq.to_string(),
         envelope.payload_bytes.to_string(),
-        clean(&envelope.id).into_owned(),
-        last,
+        shortened(&envelope.id, TEXT_MAX),
+        shortened(&last, ERROR_MAX),
     ]
+}
+
+/// The first `max` characters of what a terminal may see.
+fn shortened(text: &str, max: usize) -> String {
+    let text = clean(text);
+    match text.char_indices().nth(max) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.into_owned(),
+    }
 }
 
 /// A letter, whole, for people.
