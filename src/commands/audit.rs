@@ -1,5 +1,5 @@
-//! `audit`: is there a settled message, at or below the ack floor or given up, that is neither processed nor a dead letter? With `--repair` such
-//! messages are applied, the way every message is.
+//! `audit`: is there a message that the server will not deliver again and that is neither processed nor a dead letter? With
+//! `--repair` such messages are applied, the way every message is.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
