@@ -21,13 +21,14 @@ use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep_until};
 
-use crate::config::Config;
+use crate::config::{self, Config};
 use crate::delivery::{Headers, Position, Raw, Reply};
 use crate::errors::chain;
 use crate::health::ConsumerView;
 use crate::metrics::NatsErrorKind;
 use crate::outcome::Acknowledgement;
 use crate::telemetry::{Reminder, Telemetry};
+use connection::Visit;
 use gate::{Expectations, Finding, Severity};
 use given_up::Advised;
 use position::{Look, Notice, Positions};
@@ -36,6 +37,7 @@ pub mod connection;
 pub mod files;
 pub mod gate;
 mod given_up;
+pub mod permissions;
 mod position;
 pub mod quarantine;
 pub mod walk;
@@ -215,6 +217,9 @@ pub enum BindError {
     NoAnswer { asked: &'static str, error: String },
     #[error("{}", .0.iter().map(|finding| finding.text.as_str()).collect::<Vec<_>>().join("; "))]
     Refused(Vec<Finding>),
+    /// Of a command's question.
+    #[error(transparent)]
+    Denied(#[from] connection::Denied),
     #[error("the client has ended")]
     ClientDead,
 }
@@ -230,6 +235,7 @@ impl BindError {
             | Self::NoConsumer { .. }
             | Self::NoJetStream
             | Self::NoAnswer { .. }
+            | Self::Denied(_)
             | Self::ClientDead => false,
         }
     }
@@ -580,6 +586,7 @@ impl Consumer {
             | BindError::NoConsumer { .. }
             | BindError::NoJetStream
             | BindError::NoAnswer { .. }
+            | BindError::Denied(_)
             | BindError::Refused(_) => {}
         }
         if let BindError::NoAnswer { .. } = error {
@@ -859,8 +866,7 @@ impl Session {
 }
 
 impl Link {
-    async fn new(config: &Config, telemetry: Option<Arc<Telemetry>>) -> Result<Self, BindError> {
-        let client = connection::connect(&config.nats, telemetry).await?;
+    async fn new(config: &Config, client: Client) -> Result<Self, BindError> {
         let subject = client.new_inbox();
         // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
         let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
@@ -977,7 +983,7 @@ impl Trouble {
 async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>) -> Bound {
     let link = match link {
         Some(link) => link,
-        None => Link::new(&config, Some(telemetry.clone())).await.map_err(|error| (None, error))?,
+        None => connect(&config, telemetry.clone()).await.map_err(|error| (None, error))?,
     };
     telemetry.connected(Ok(()));
     // A server that shuts down says so before it closes: an answer that will never come must not be waited for.
@@ -999,6 +1005,10 @@ async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>
     }
 }
 
+async fn connect(config: &Config, telemetry: Arc<Telemetry>) -> Result<Link, BindError> {
+    Link::new(config, connection::connect(&config.nats, telemetry).await?).await
+}
+
 async fn inspect(client: Client, config: Arc<Config>) -> Result<Found, BindError> {
     look(&client, &config.consumer.stream, &config.consumer.name).await
 }
@@ -1015,6 +1025,11 @@ async fn inspect_with_age(client: Client, config: Arc<Config>, ages: bool) -> Re
         }
     }
     Ok(found)
+}
+
+/// The same for a command, which hears what is not permitted.
+pub async fn visit(visit: &Visit, names: &config::Consumer) -> Result<Found, BindError> {
+    visit.denials.answer(look(&visit.client, &names.stream, &names.name)).await?
 }
 
 /// Asks the server for stream and consumer.

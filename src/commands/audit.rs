@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, OnConflict};
-use crate::consumer::connection::{self, ConnectError};
+use crate::consumer::connection::{self, ConnectError, Visit};
 use crate::consumer::walk::{Gone, Walk, WalkError};
 use crate::consumer::{self, BindError, Found, Start};
 use crate::delivery::{Delivery, IdScheme, unix_ns};
@@ -110,12 +110,12 @@ async fn audit(
     let mut lookup = Lookup::open(&config.database.path).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
-    let client = connection::connect(&config.nats, None).await?;
-    let found = consumer::look(&client, &config.consumer.stream, &config.consumer.name).await?;
+    let visit = connection::visit(&config.nats).await?;
+    let found = consumer::visit(&visit, &config.consumer).await?;
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let scope = Scope::of(&config, &found, args.from, oldest);
     let mut report = Report::new(&found, &scope, args.json, out)?;
-    let source = Source { config: config.clone(), client, created_ns: unix_ns(found.stream.created.into()) };
+    let source = Source { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
     let mut audit = Audit { next: scope.from, config, source, scope, lookup, inbox, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let closed = match audit.inbox.take() {
@@ -206,15 +206,14 @@ impl Scope {
 /// The stream that is audited.
 struct Source {
     config: Arc<Config>,
-    client: async_nats::Client,
+    visit: Visit,
     created_ns: i64,
 }
 
 impl Source {
     /// What it has first now, if the server says so. An error if there is another stream, or none: `next` is still unchecked.
     async fn first_sequence(&self, next: u64) -> Result<Option<u64>, AuditError> {
-        let (stream, consumer) = (&self.config.consumer.stream, &self.config.consumer.name);
-        match consumer::look(&self.client, stream, consumer).await {
+        match consumer::visit(&self.visit, &self.config.consumer).await {
             Ok(found) if unix_ns(found.stream.created.into()) == self.created_ns => {
                 Ok(Some(found.stream.state.first_sequence))
             }

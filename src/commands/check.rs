@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use crate::config::Config;
 use crate::consumer::gate::{self, Expectations, Severity};
-use crate::consumer::{self, connection};
+use crate::consumer::{self, connection, permissions};
 use crate::errors::chain;
 use crate::pause;
 use crate::store::{is_there, sqlite};
@@ -28,11 +28,11 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
     };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     say(true, "config", "every setting is valid")?;
-    match connection::connect(&config.nats, None).await {
-        Ok(client) => {
-            let version = client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
+    match connection::visit(&config.nats).await {
+        Ok(visit) => {
+            let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
             say(true, "connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
-            match consumer::look(&client, &config.consumer.stream, &config.consumer.name).await {
+            match consumer::visit(&visit, &config.consumer).await {
                 Ok(found) => {
                     let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
                     if findings.iter().all(|finding| finding.severity == Severity::Warned) {
@@ -44,6 +44,18 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
                             Severity::Refused => say(false, "consumer", &finding.text)?,
                             Severity::Warned => say(true, "warning", &finding.text)?,
                         }
+                    }
+                    let mut permitted = true;
+                    let pull = permissions::to_pull(&visit, &config.consumer).await;
+                    let acknowledge = permissions::to_acknowledge(&visit, &config.consumer).await;
+                    for (what, tried) in [("pull", pull), ("acknowledge", acknowledge)] {
+                        if let Err(error) = tried {
+                            permitted = false;
+                            say(false, "permissions", &format!("to {what}: {}", chain(&error)))?;
+                        }
+                    }
+                    if permitted {
+                        say(true, "permissions", "to pull and to acknowledge")?;
                     }
                 }
                 Err(error) => say(false, "consumer", &chain(&error))?,

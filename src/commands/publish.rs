@@ -14,7 +14,7 @@ use indicatif::ProgressBar;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
 use crate::config::Config;
-use crate::consumer::connection::{self, ConnectError};
+use crate::consumer::connection::{self, ConnectError, Denials, Visit};
 use crate::delivery::MESSAGE_ID_HEADER;
 
 /// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
@@ -102,9 +102,10 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     }
     let (start, count) = (args.start, args.count.unwrap_or_default());
     let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
-    let client = connection::connect(&config.nats, None).await?;
+    let Visit { client, denials } = connection::visit(&config.nats).await?;
     let mut publisher = Publisher {
         jetstream: jetstream::new(client),
+        denials,
         subject,
         stream: config.consumer.stream.clone(),
         prefix,
@@ -145,6 +146,7 @@ fn quoted(text: &str) -> String {
 
 struct Publisher {
     jetstream: Context,
+    denials: Denials,
     subject: String,
     stream: String,
     prefix: String,
@@ -227,7 +229,7 @@ impl Publisher {
             PublishErrorKind::StreamNotFound => {
                 format!("no stream takes {}; create it with `order-processor setup`", self.subject)
             }
-            _ => error.to_string(),
+            _ => self.denials.last().map_or_else(|| error.to_string(), |denied| denied.to_string()),
         };
         PublishError::NotStored { number, stored, rest, prefix, error }
     }

@@ -13,7 +13,7 @@ use clap::Args;
 
 use crate::commands::confirmed;
 use crate::config::{ByteSize, Config};
-use crate::consumer::connection::{self, ConnectError};
+use crate::consumer::connection::{self, ConnectError, Denied, Visit};
 use crate::consumer::gate::{self, Expectations, Severity};
 
 /// Limits of what `setup` creates. The defaults fit the daemon's own.
@@ -57,6 +57,8 @@ pub struct TeardownArgs {
 pub enum SetupError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Denied(#[from] Denied),
     /// The client's text carries its source.
     #[error("the server refused to {what}: {error}")]
     Server { what: String, error: String },
@@ -73,10 +75,11 @@ pub enum SetupError {
 /// Creates stream and consumer where they are missing. What exists is left as it is, and said so. `false` if the daemon would
 /// refuse it.
 pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Result<bool, SetupError> {
-    let jetstream = jetstream::new(connection::connect(&config.nats, None).await?);
+    let Visit { client, denials } = connection::visit(&config.nats).await?;
+    let jetstream = jetstream::new(client);
     let (stream_name, consumer_name) = (&config.consumer.stream, &config.consumer.name);
     let subjects = if args.subjects.is_empty() { vec![format!("{stream_name}.*")] } else { args.subjects };
-    let stream = match jetstream.get_stream(stream_name).await {
+    let stream = match denials.answer(jetstream.get_stream(stream_name)).await? {
         Ok(stream) => {
             writeln!(out, "stream {stream_name} exists, left as it is")?;
             stream
@@ -94,7 +97,7 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
                 num_replicas: args.replicas,
                 ..Default::default()
             };
-            let stream = match jetstream.create_stream(wanted).await {
+            let stream = match denials.answer(jetstream.create_stream(wanted)).await? {
                 Ok(stream) => stream,
                 Err(error) => {
                     let what = format!("create stream {stream_name}{}", hint(error.kind(), &subjects));
@@ -106,7 +109,7 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
         }
         Err(error) => return Err(refused(format!("look at stream {stream_name}"), error)),
     };
-    match stream.consumer_info(consumer_name).await {
+    match denials.answer(stream.consumer_info(consumer_name)).await? {
         Ok(_) => writeln!(out, "consumer {consumer_name} exists, left as it is")?,
         Err(error) if matches!(error.kind(), ConsumerInfoErrorKind::NotFound) => {
             let wanted = consumer::pull::Config {
@@ -116,7 +119,7 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
                 max_ack_pending: args.max_ack_pending,
                 ..Default::default()
             };
-            let created = stream.create_consumer(wanted).await;
+            let created = denials.answer(stream.create_consumer(wanted)).await?;
             created.map_err(|error| refused(format!("create consumer {consumer_name}"), error))?;
             writeln!(out, "consumer {consumer_name} created")?;
         }
@@ -127,7 +130,8 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
 
 /// Removes what the story made: the consumer, and the stream with every message in it.
 pub async fn teardown(config: &Config, args: TeardownArgs, out: &mut impl Write) -> Result<(), SetupError> {
-    let jetstream = jetstream::new(connection::connect(&config.nats, None).await?);
+    let Visit { client, denials } = connection::visit(&config.nats).await?;
+    let jetstream = jetstream::new(client);
     let (stream, consumer) = (&config.consumer.stream, &config.consumer.name);
     let question = format!("Delete stream {stream} and every message in it? Type its name to confirm: ");
     if !args.yes && !args.consumer_only {
@@ -138,7 +142,7 @@ pub async fn teardown(config: &Config, args: TeardownArgs, out: &mut impl Write)
         }
     }
     if args.consumer_only {
-        let deleted = jetstream.delete_consumer_from_stream(consumer, stream).await;
+        let deleted = denials.answer(jetstream.delete_consumer_from_stream(consumer, stream)).await?;
         deleted.map_err(|error| match error.kind() {
             ConsumerErrorKind::JetStream(error) if error.error_code() == ErrorCode::CONSUMER_NOT_FOUND => {
                 SetupError::Missing(format!("consumer {consumer} of stream {stream}"))
@@ -151,7 +155,8 @@ pub async fn teardown(config: &Config, args: TeardownArgs, out: &mut impl Write)
         writeln!(out, "consumer {consumer} deleted")?;
         return Ok(());
     }
-    jetstream.delete_stream(stream).await.map_err(|error| match error.kind() {
+    let deleted = denials.answer(jetstream.delete_stream(stream)).await?;
+    deleted.map_err(|error| match error.kind() {
         DeleteStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => {
             SetupError::Missing(format!("stream {stream}"))
         }

@@ -4,15 +4,15 @@ use std::io::{self, IsTerminal, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use async_nats::Client;
 use async_nats::connection::State as ConnectionState;
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::healthcheck::{self, HealthcheckError};
 use crate::config::Config;
+use crate::consumer::connection::{self, Visit};
 use crate::consumer::gate::{self, Expectations, Severity};
-use crate::consumer::{self, Found, connection};
+use crate::consumer::{self, Found};
 use crate::errors::chain;
 use crate::pause::{self, Pause};
 use crate::store::sqlite;
@@ -82,7 +82,7 @@ struct StreamStatus {
 /// or the daemon would refuse what is there.
 pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io::Result<bool> {
     let interval = args.interval.max(INTERVAL_MIN);
-    let mut source = Source { config, client: None };
+    let mut source = Source { config, visit: None };
     if args.takes_the_screen() {
         return screen::run(source, interval).await.map(|()| true);
     }
@@ -104,7 +104,7 @@ pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io:
 pub struct Source<'a> {
     config: &'a Config,
     /// Kept from one look to the next. It reconnects by itself.
-    client: Option<Client>,
+    visit: Option<Visit>,
 }
 
 impl Source<'_> {
@@ -143,18 +143,17 @@ impl Source<'_> {
 
     async fn server(&mut self) -> Result<Found, String> {
         let config = self.config;
-        let client = match &self.client {
-            Some(client) => client,
+        let visit = match &self.visit {
+            Some(visit) => visit,
             None => {
-                let client = connection::connect(&config.nats, None).await.map_err(|error| chain(&error))?;
-                self.client.insert(client)
+                let visit = connection::visit(&config.nats).await.map_err(|error| chain(&error))?;
+                self.visit.insert(visit)
             }
         };
-        if client.connection_state() != ConnectionState::Connected {
+        if visit.client.connection_state() != ConnectionState::Connected {
             return Err(format!("the server at {} does not answer", config.nats.redacted_url()));
         }
-        let look = consumer::look(client, &config.consumer.stream, &config.consumer.name);
-        look.await.map_err(|error| chain(&error))
+        consumer::visit(visit, &config.consumer).await.map_err(|error| chain(&error))
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_nats::{AuthError, Client, ConnectErrorKind, ConnectOptions, Event, Server, ServerError, rustls};
 use percent_encoding::percent_decode_str;
+use tokio::sync::watch;
 
 use super::files::{self, FileError};
 use super::given_up::ADVISORY_PREFIX;
@@ -43,14 +44,76 @@ impl ConnectError {
     }
 }
 
+/// The connection of a command that asks questions.
+#[derive(Clone)]
+pub struct Visit {
+    pub client: Client,
+    pub denials: Denials,
+}
+
+/// What the server denies us, as far as it was heard: a question that is not permitted gets no answer.
+#[derive(Clone, Default)]
+pub struct Denials(Arc<watch::Sender<Option<Denied>>>);
+
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("the server denies us a subject: {0}")]
+pub struct Denied(String);
+
+impl Denials {
+    /// Waits for the answer to a question that is asked from now on, or for the word that it is not permitted.
+    pub async fn answer<T>(&self, question: impl Future<Output = T>) -> Result<T, Denied> {
+        let mut denials = self.0.subscribe();
+        tokio::select! {
+            answer = question => Ok(answer),
+            denied = next_denial(&mut denials) => Err(denied),
+        }
+    }
+
+    /// The last one.
+    pub fn last(&self) -> Option<Denied> {
+        self.0.borrow().clone()
+    }
+}
+
+async fn next_denial(denials: &mut watch::Receiver<Option<Denied>>) -> Denied {
+    while denials.changed().await.is_ok() {
+        if let Some(denied) = denials.borrow_and_update().clone() {
+            return denied;
+        }
+    }
+    // Nobody is there who could hear one.
+    std::future::pending().await
+}
+
+/// Connects for a command.
+pub async fn visit(nats: &Nats) -> Result<Visit, ConnectError> {
+    let denials = Denials::default();
+    let client = open(nats, Hearing::Command(denials.clone())).await?;
+    Ok(Visit { client, denials })
+}
+
 /// Connects once. Afterwards the client reconnects by itself, for ever, with what the files say by then.
 ///
-/// `telemetry` hears of every connect and disconnect; commands that only ask a question pass `None`.
-pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<Client, ConnectError> {
+/// `telemetry` hears of every connect and disconnect.
+pub async fn connect(nats: &Nats, telemetry: Arc<Telemetry>) -> Result<Client, ConnectError> {
+    open(nats, Hearing::Daemon(telemetry)).await
+}
+
+/// Who is told what the client tells us.
+#[derive(Clone)]
+enum Hearing {
+    Daemon(Arc<Telemetry>),
+    Command(Denials),
+}
+
+async fn open(nats: &Nats, hearing: Hearing) -> Result<Client, ConnectError> {
     files::check(nats).await?;
-    let quiet = telemetry.is_none();
-    let (settings, heard, attempts) =
-        (nats.auth.clone(), telemetry.clone(), telemetry.map(|told| (told, Arc::new(nats.clone()))));
+    let settings = nats.auth.clone();
+    let attempts = match &hearing {
+        Hearing::Daemon(telemetry) => Some((telemetry.clone(), Arc::new(nats.clone()))),
+        Hearing::Command(_) => None,
+    };
+    let quiet = attempts.is_none();
     let mut options = match (&nats.auth, user_in_url(&nats.url)) {
         (Auth::None, Some((user, Some(password)))) => ConnectOptions::with_user_and_password(user, password),
         (Auth::None, Some((token, None))) => ConnectOptions::with_token(token),
@@ -72,8 +135,9 @@ pub async fn connect(nats: &Nats, telemetry: Option<Arc<Telemetry>>) -> Result<C
         .skip_subject_validation(!quiet)
         .require_tls(nats.tls.is_wanted())
         .event_callback(move |event| {
-            if let Some(telemetry) = &heard {
-                note(telemetry, &event);
+            match &hearing {
+                Hearing::Daemon(telemetry) => note(telemetry, &event),
+                Hearing::Command(denials) => note_denial(denials, &event),
             }
             std::future::ready(())
         })
@@ -216,6 +280,16 @@ async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &[Server]) {
         tracing::warn!(%cause, "not connected, trying again");
     }
     telemetry.connected(Err(cause));
+}
+
+/// All that a command wants to know: it can do without the advisories.
+fn note_denial(denials: &Denials, event: &Event) {
+    if let Event::ServerError(ServerError::Other(text)) = event
+        && is_permission_violation(text)
+        && !is_about_advisories(text)
+    {
+        denials.0.send_replace(Some(Denied(text.clone())));
+    }
 }
 
 /// Events are best effort, the client drops them when many come at once: they inform, nothing depends on one.

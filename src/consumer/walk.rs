@@ -17,6 +17,7 @@ use futures_util::future::try_join_all;
 use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::connection::{self, Denials, Visit};
 use super::quarantine::{Stored, filters, message_at, next_message};
 use super::{BindError, Found, HEADER_ROOM_BYTES, Link, arrival, is_end_of_pull, look, look_at_stream};
 use crate::config::Config;
@@ -64,6 +65,7 @@ pub struct Walk {
     /// How long it tries without reading anything before it gives up.
     patience: Duration,
     link: Option<Link>,
+    denials: Denials,
     stream_created: i128,
     filters: Vec<String>,
     /// The first sequence not yet read, and the last one wanted.
@@ -143,9 +145,11 @@ impl Walk {
         to: u64,
         patience: Duration,
     ) -> Result<Self, BindError> {
+        let (link, denials) = enter(&config).await?;
         Ok(Self {
             patience,
-            link: Some(Link::new(&config, None).await?),
+            link: Some(link),
+            denials,
             config,
             stream_created: found.created().0,
             filters: filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect(),
@@ -171,11 +175,15 @@ impl Walk {
     pub async fn next(&mut self) -> Result<Vec<Raw>, WalkError> {
         let mut read = Vec::new();
         while self.next <= self.to && read.is_empty() {
-            let mut ended = match (&mut self.way, &mut self.link) {
-                (Way::Consumer(session), Some(link)) => session.read(link, &self.config, self.to, &mut read).await,
-                (Way::OneByOne(_), Some(_)) => self.read_one_by_one(&mut read).await,
-                (Way::Unknown, _) | (_, None) => self.open().await,
+            let denials = self.denials.clone();
+            let ended = match (&mut self.way, &mut self.link) {
+                (Way::Consumer(session), Some(link)) => {
+                    denials.answer(session.read(link, &self.config, self.to, &mut read)).await
+                }
+                (Way::OneByOne(_), Some(_)) => denials.answer(self.read_one_by_one(&mut read)).await,
+                (Way::Unknown, _) | (_, None) => Ok(self.open().await),
             };
+            let mut ended = ended.unwrap_or_else(|denied| Err(BindError::from(denied).into()));
             let is_over = matches!(ended, Ok(Reading::IsOver));
             if (is_over || !read.is_empty())
                 && let Err(broken) = self.confirm(&read, is_over).await
@@ -244,11 +252,15 @@ impl Walk {
     async fn open(&mut self) -> Result<Reading, Broken> {
         let link = match self.link.take() {
             Some(link) => link,
-            None => Link::new(&self.config, None).await?,
+            None => {
+                let (link, denials) = enter(&self.config).await?;
+                self.denials = denials;
+                link
+            }
         };
         let client = self.link.insert(link).client.clone();
         let (stream, durable) = (&self.config.consumer.stream, &self.config.consumer.name);
-        let found = look(&client, stream, durable).await?;
+        let found = self.denials.answer(look(&client, stream, durable)).await.map_err(BindError::from)??;
         self.expect(found.created().0)?;
         if !self.no_consumer && self.one_by_one == 0 {
             self.remove_consumer(&client).await;
@@ -269,7 +281,7 @@ impl Walk {
         Ok(Reading::GoesOn)
     }
 
-    /// How many messages it will bring; `None` if the server does not answer, as it does not where that is not permitted.
+    /// How many messages it will bring; `None` if that is not permitted, or the server does not answer.
     async fn create_consumer(&self, client: &Client) -> Result<Option<u64>, BindError> {
         let name = consumer_name(&self.config);
         let consumer = pull::Config {
@@ -286,15 +298,18 @@ impl Walk {
             ..Default::default()
         };
         let jetstream = jetstream::new(client.clone());
-        match jetstream.create_consumer_strict_on_stream(consumer, &self.config.consumer.stream).await {
-            Ok(consumer) => Ok(Some(consumer.cached_info().num_pending)),
-            Err(error) if error.kind() == ConsumerCreateStrictErrorKind::TimedOut => {
-                tracing::warn!(
-                    "{name} cannot be created, perhaps it is not permitted; reading one by one, which is slow"
-                );
+        let created = jetstream.create_consumer_strict_on_stream(consumer, &self.config.consumer.stream);
+        match self.denials.answer(created).await {
+            Ok(Ok(consumer)) => Ok(Some(consumer.cached_info().num_pending)),
+            Err(denied) => {
+                tracing::warn!("{name} cannot be created, {denied}; reading one by one, which is slow");
                 Ok(None)
             }
-            Err(error) => {
+            Ok(Err(error)) if error.kind() == ConsumerCreateStrictErrorKind::TimedOut => {
+                tracing::warn!("{name} cannot be created, there is no answer; reading one by one, which is slow");
+                Ok(None)
+            }
+            Ok(Err(error)) => {
                 let text = match error.kind() {
                     ConsumerCreateStrictErrorKind::AlreadyExists => {
                         format!("{name} exists: another audit runs, or ended less than {INACTIVE:?} ago")
@@ -309,10 +324,9 @@ impl Walk {
     async fn remove_consumer(&mut self, client: &Client) {
         if std::mem::take(&mut self.made) {
             // What does not go now goes by itself, or shows when the next one is to be made.
-            let jetstream = jetstream::new(client.clone());
-            drop(
-                jetstream.delete_consumer_from_stream(&consumer_name(&self.config), &self.config.consumer.stream).await,
-            );
+            let (jetstream, name) = (jetstream::new(client.clone()), consumer_name(&self.config));
+            let deleted = jetstream.delete_consumer_from_stream(&name, &self.config.consumer.stream);
+            drop(self.denials.answer(deleted).await);
         }
     }
 
@@ -498,6 +512,11 @@ impl From<BindError> for Broken {
     fn from(cause: BindError) -> Self {
         Self { cause, suspicious: false }
     }
+}
+
+async fn enter(config: &Config) -> Result<(Link, Denials), BindError> {
+    let Visit { client, denials } = connection::visit(&config.nats).await?;
+    Ok((Link::new(config, client).await?, denials))
 }
 
 /// Takes the known message with the lowest sequence; `None` if no filter has one more.

@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use async_nats::ConnectOptions;
+use async_nats::jetstream::{self, consumer};
+use futures_util::StreamExt;
 use nkeys::KeyPair as Nkey;
 use tempfile::TempDir;
 
 use crate::support::keys::{Authority, Operator, secret, set_mode};
-use crate::support::nats::{consumer_config, impatient_consumer_config, stream_config};
+use crate::support::nats::{CONSUMER, STREAM, consumer_config, impatient_consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, ServerSpec, eventually};
 
 const ADMIN: &str = "{user: admin, password: admin}";
@@ -534,6 +536,85 @@ async fn each_permission_that_is_missing_is_named() {
         worker.logged(&["ERROR", "the server denies us a subject", lack.trim_end_matches('>')]).await;
         worker.drain().await;
     }
+}
+
+/// The next message, as another worker would have it.
+async fn take_one(broker: &Broker) -> jetstream::Message {
+    let consumer: consumer::PullConsumer = broker.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
+    consumer.fetch().max_messages(1).messages().await.unwrap().next().await.unwrap().unwrap()
+}
+
+/// A user lacks one permission for a command, and the command says which.
+async fn lacking(spec: &DaemonSpec, command: &str, lack: &str) {
+    let finished = spec.run(&command.split(' ').collect::<Vec<_>>()).await;
+    assert_eq!(finished.code, Some(1), "{command}: {finished:?}");
+    let said = format!("{}{}", finished.stdout, finished.stderr);
+    let complaints: Vec<&str> =
+        said.lines().filter(|line| line.contains("ermissions Violation") && !line.contains("WARN")).collect();
+    let lack = lack.trim_end_matches('>');
+    assert!(complaints.len() == 1 && complaints[0].contains(lack), "no {lack} in {command}: {finished:?}");
+}
+
+#[tokio::test]
+async fn a_permission_that_a_command_lacks_is_named() {
+    let least = |lack: &str| PUBLISH.into_iter().filter(|subject| *subject != lack).collect::<Vec<_>>();
+    let cases = [
+        ("setup", "$JS.API.STREAM.CREATE.ORDERS"),
+        ("setup", PUBLISH[0]),
+        ("setup", PUBLISH[1]),
+        ("status", PUBLISH[1]),
+        ("audit", PUBLISH[0]),
+        ("audit", PUBLISH[1]),
+        ("audit --patience 1s", "$JS.API.STREAM.MSG.GET.ORDERS"),
+        ("publish --count 2", "ORDERS.new"),
+        ("teardown --yes", "$JS.API.STREAM.DELETE.ORDERS"),
+    ];
+    let users_lacking =
+        cases.iter().enumerate().map(|(n, (_, lack))| user(&format!("user{n}"), &least(lack), &[SUBSCRIBE]));
+    let server = server(users(&users_lacking.collect::<Vec<_>>().join(", "))).await;
+    let (first, others) = cases.split_first().unwrap();
+    lacking(&logged_in(&server, "user0"), first.0, first.1).await;
+    let broker = admin(&server).await;
+    story(&broker).await;
+    let as_user = |name: &str| server.url().replace("nats://", &format!("nats://{name}:{name}@"));
+    // The audit has something to look at.
+    let mut spec = DaemonSpec::new(as_user("admin"));
+    spec.run_ok(&["run", "--until-idle"]).await;
+    for (n, (command, lack)) in (1..).zip(others) {
+        spec.change("nats.url", as_user(&format!("user{n}")));
+        lacking(&spec, command, lack).await;
+    }
+    assert_eq!(broker.stream_info().await.state.messages, 1);
+}
+
+/// `check` tries what `run` does later, and takes nothing from anybody by it.
+#[tokio::test]
+async fn check_names_a_permission_that_would_be_missed_later_and_changes_nothing() {
+    let lacks = [PUBLISH[0], PUBLISH[1], PUBLISH[2], PUBLISH[3], SUBSCRIBE];
+    let users_lacking = lacks.iter().enumerate().map(|(n, lack)| {
+        let publish: Vec<&str> = PUBLISH.into_iter().filter(|subject| subject != lack).collect();
+        let subscribe: &[&str] = if *lack == SUBSCRIBE { &["nothing"] } else { &[SUBSCRIBE] };
+        user(&format!("user{n}"), &publish, subscribe)
+    });
+    let complete = user("complete", &PUBLISH, &[SUBSCRIBE]);
+    let server = server(users(&users_lacking.chain([complete]).collect::<Vec<_>>().join(", "))).await;
+    let broker = admin(&server).await;
+    story(&broker).await;
+    broker.publish("Order Data 2").await;
+    let held = take_one(&broker).await;
+    let before = broker.consumer_info().await;
+    for (n, lack) in lacks.into_iter().enumerate() {
+        lacking(&logged_in(&server, &format!("user{n}")), "check", lack).await;
+    }
+    let checked = logged_in(&server, "complete").run_ok(&["check"]).await;
+    assert!(checked.stdout.contains("ok    permissions to pull and to acknowledge"), "{checked:?}");
+    let after = broker.consumer_info().await;
+    let figures = |info: consumer::Info| {
+        let counts = (info.num_ack_pending, info.num_redelivered, info.num_waiting, info.num_pending);
+        format!("{:?} {:?} {counts:?}", info.delivered, info.ack_floor)
+    };
+    assert_eq!(figures(after), figures(before));
+    drop(held);
 }
 
 #[tokio::test]
