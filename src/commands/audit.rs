@@ -141,7 +141,8 @@ fn keep_quiet_about_the_client() {
 }
 
 async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox, OpenError> {
-    let store = Store::open(&config.database.path).await?;
+    let mut store = Store::open(&config.database.path).await?;
+    store.sign_as_repair();
     Ok(Inbox::new(store, handler, RetryPolicy::from(&config.retry), config.inbox.on_conflict))
 }
 

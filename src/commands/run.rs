@@ -18,7 +18,7 @@ use crate::http;
 use crate::logging::{self, Reload};
 use crate::pause::{self, Pause};
 use crate::shutdown;
-use crate::store::{Counts, OpenError, Store};
+use crate::store::{Counts, OpenError, Store, lock};
 use crate::systemd;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::{Ended, Until, Worker, WorkerError};
@@ -195,8 +195,9 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
                 telemetry.health.set_database(Err(cause));
                 tokio::time::sleep(OPEN_RETRY_EVERY).await;
             }
-            // It was ours until a pause: whoever repairs or copies it will be done some time.
-            Err(OpenError::Held { holder, .. }) if opened_before => {
+            // A repair will be done some time, and so will be whoever took a database that was ours until a pause. A second
+            // daemon would not: that is for the operator.
+            Err(OpenError::Held { holder, .. }) if opened_before || lock::is_repair(&holder) => {
                 let cause = format!("in use by {holder}");
                 if reminder.is_due(&cause) {
                     tracing::warn!(%cause, "the database cannot be opened, trying again");

@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 
 use super::{beside, give_to_owner};
 
+/// How a holder signs that ends by itself, unlike a daemon.
+const REPAIR: &str = ", audit --repair";
+
 /// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
 #[derive(Debug)]
 pub struct Lock {
@@ -41,18 +44,24 @@ impl Lock {
                 // Killed, we leave it behind, and the daemon must be able to take it.
                 give_to_owner(&lock.path, database);
                 // On a full disk nobody learns our name, but the lock is ours all the same.
-                if let Err(error) = lock.sign() {
-                    tracing::warn!(lock = %lock.path.display(), %error, "cannot write who holds the database");
-                }
+                lock.sign("");
                 return Ok(lock);
             }
         }
     }
 
-    fn sign(&mut self) -> io::Result<()> {
-        self.file.set_len(0)?;
-        self.file.rewind()?;
-        write!(self.file, "process {}", std::process::id())
+    /// Tells who waits for the database that it is in use for a repair.
+    pub fn sign_as_repair(&mut self) {
+        self.sign(REPAIR);
+    }
+
+    fn sign(&mut self, purpose: &str) {
+        let text = format!("process {}{purpose}", std::process::id());
+        // The longer text is the later one: nobody reads half of it, or nothing.
+        let signed = self.file.rewind().and_then(|()| self.file.write_all(text.as_bytes()));
+        if let Err(error) = signed.and_then(|()| self.file.set_len(text.len() as u64)) {
+            tracing::warn!(lock = %self.path.display(), %error, "cannot write who holds the database");
+        }
     }
 }
 
@@ -66,6 +75,11 @@ impl Drop for Lock {
 /// The lock file of a database.
 pub fn path(database: &Path) -> PathBuf {
     beside(database, ".lock")
+}
+
+/// Whether this holder is a repair.
+pub fn is_repair(holder: &str) -> bool {
+    holder.ends_with(REPAIR)
 }
 
 /// The process that has the database, if one has it. Waits for nothing and leaves nothing behind.
@@ -104,6 +118,18 @@ fn is_still_at(file: &File, path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_repair_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        let mut lock = Lock::try_acquire(&database).unwrap();
+        assert!(!is_repair(&held_by(&database).unwrap().unwrap()));
+        lock.sign_as_repair();
+        let holder = held_by(&database).unwrap().unwrap();
+        assert_eq!(holder, format!("process {}, audit --repair", std::process::id()));
+        assert!(is_repair(&holder));
+    }
 
     #[test]
     fn second_taker_learns_who_holds_it_and_gets_it_afterwards() {

@@ -61,7 +61,7 @@ pub struct Store {
     /// No look at the size of the WAL before this.
     wal_due: Instant,
     /// None where another process may be the daemon.
-    _lock: Option<Lock>,
+    lock: Option<Lock>,
 }
 
 impl Store {
@@ -92,6 +92,13 @@ impl Store {
         if is_there(path)? { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
     }
 
+    /// Tells a daemon that waits for the database that it is in use for a repair, which ends by itself.
+    pub fn sign_as_repair(&mut self) {
+        if let Some(lock) = &mut self.lock {
+            lock.sign_as_repair();
+        }
+    }
+
     async fn open_file(path: &Path, lock: Option<Lock>) -> Result<Self, OpenError> {
         let options = options(path)
             .journal_mode(SqliteJournalMode::Wal)
@@ -110,7 +117,7 @@ impl Store {
             faulted: false,
             any_attempts: true,
             wal_due: Instant::now(),
-            _lock: lock,
+            lock,
         })
     }
 

@@ -8,7 +8,7 @@ use futures_util::TryStreamExt;
 
 use crate::support::nats::{CONSUMER, STREAM, consumer_config, publish_raw, stream_config};
 use crate::support::{
-    Broker, DaemonSpec, FaultProxy, Finished, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually,
+    Broker, Daemon, DaemonSpec, FaultProxy, Finished, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually,
 };
 
 async fn execute(spec: &DaemonSpec, sql: &'static str) {
@@ -401,6 +401,37 @@ fn is_told_of_another_stream(finished: &Finished) {
     assert!(said.len() == 1 && said[0].contains("deleted or created anew"), "{finished:?}");
 }
 
+/// A repair whose handler takes a while, after its first batch.
+async fn slow_repair(spec: &DaemonSpec) -> Daemon {
+    execute(spec, "DELETE FROM orders").await;
+    execute(spec, "DELETE FROM processed_ids").await;
+    let slow = "CREATE TRIGGER slow BEFORE INSERT ON orders BEGIN SELECT count(*) FROM (WITH RECURSIVE r(x) AS \
+                (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT 100000) SELECT x FROM r); END";
+    execute(spec, slow).await;
+    let audit = spec.start_with(&["audit", "--repair", "--json"]);
+    eventually("the repair is under way", PATIENCE, async || at_least(spec.db().count("orders").await, 1)).await;
+    audit
+}
+
+/// After a reboot during a repair for one: with exit code 2 no supervisor would start it again.
+#[tokio::test]
+async fn a_daemon_that_starts_during_a_repair_waits_for_its_end() {
+    let (_server, broker, spec) = processed(50).await;
+    let spec = spec.set("batch.max_messages", "10");
+    let mut audit = slow_repair(&spec).await;
+    audit.freeze();
+    let mut worker = spec.start();
+    worker.not_ready(&format!("in use by process {}, audit --repair", audit.pid())).await;
+    assert_eq!(worker.get("/livez").await.0, 200);
+    audit.thaw();
+    assert_eq!(audit.wait_exit(PATIENCE).await.code(), Some(0));
+    worker.ready().await;
+    broker.publish("Order Data 51").await;
+    broker.acknowledged(51).await;
+    worker.drain().await;
+    spec.db().applied_once(51).await;
+}
+
 #[tokio::test]
 async fn a_stream_created_anew_during_a_repair_ends_it_and_none_of_its_orders_gets_an_id_of_the_former() {
     const ORDERS: u64 = 300;
@@ -410,13 +441,7 @@ async fn a_stream_created_anew_during_a_repair_ends_it_and_none_of_its_orders_ge
             false => processed(ORDERS).await,
         };
         let spec = spec.set("batch.max_messages", "10");
-        execute(&spec, "DELETE FROM orders").await;
-        execute(&spec, "DELETE FROM processed_ids").await;
-        let slow = "CREATE TRIGGER slow BEFORE INSERT ON orders BEGIN SELECT count(*) FROM (WITH RECURSIVE r(x) AS \
-                    (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT 100000) SELECT x FROM r); END";
-        execute(&spec, slow).await;
-        let mut audit = spec.start_with(&["audit", "--repair", "--json"]);
-        eventually("the repair is under way", PATIENCE, async || at_least(spec.db().count("orders").await, 1)).await;
+        let mut audit = slow_repair(&spec).await;
         broker.delete_stream().await;
         if anew {
             broker.create(stream_config(), consumer_config()).await;
