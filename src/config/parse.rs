@@ -115,13 +115,22 @@ pub fn duration(value: &Value, range: RangeInclusive<Duration>) -> Result<Durati
 /// The servers, without white space around the commas. No message shows any part of a server: it may be a password.
 pub fn servers(value: &Value) -> Result<String, String> {
     let servers: Vec<&str> = text(value)?.split(',').map(str::trim).collect();
+    let mut login = None;
     for (index, server) in servers.iter().enumerate() {
-        check_server(server).map_err(|wrong| format!("{wrong} (server {} of {})", index + 1, servers.len()))?;
+        let wrong = |wrong| format!("{wrong} (server {} of {})", index + 1, servers.len());
+        let address = check_server(server).map_err(wrong)?;
+        // The client has one login for all of them, also for those that it learns of from the others.
+        if let Some(user) = address.username() {
+            let ours = (user.to_owned(), address.password().map(ToOwned::to_owned));
+            if *login.get_or_insert_with(|| ours.clone()) != ours {
+                return Err(wrong("has another user than a server before it; all take the same login"));
+            }
+        }
     }
     Ok(servers.join(","))
 }
 
-fn check_server(server: &str) -> Result<(), &'static str> {
+fn check_server(server: &str) -> Result<async_nats::ServerAddr, &'static str> {
     if server.is_empty() {
         return Err("has nothing between two commas");
     }
@@ -133,10 +142,13 @@ fn check_server(server: &str) -> Result<(), &'static str> {
     }
     // The client's own parser, so that what passes here is what it can connect to.
     let address: async_nats::ServerAddr = server.parse().map_err(|_| "has a host or port that cannot be one")?;
+    if authority.contains('@') && address.username().is_none() {
+        return Err("has an @ and no user before it");
+    }
     if address.host().is_empty() || address.port() == 0 {
         return Err("has no host, or port 0");
     }
-    Ok(())
+    Ok(address)
 }
 
 pub fn jetstream_name(value: &Value) -> Result<String, String> {
