@@ -24,8 +24,13 @@ use crate::metrics::{DbErrorClass, Label, SeenBy};
 use crate::outcome::{Acknowledgement, Outcome, Reason};
 use crate::retry::RetryPolicy;
 use crate::store::{self, Counts, Gone, Prunable, Store};
-use crate::survey::{Conclusion, Progress, Survey, SurveyError, Surveyed};
+use crate::survey::{Progress, Survey};
 use crate::telemetry::{Reminder, Telemetry};
+use given_up::{GivenUp, ToDo};
+use parked::Parked;
+
+mod given_up;
+mod parked;
 
 /// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
 const TICK_MAX: Duration = Duration::from_secs(1);
@@ -38,12 +43,6 @@ const DATABASE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// How often stream and consumer are looked at while running, and while waiting for the end of the work.
 const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
-/// A parked message that has not come back this long after it could have is with another worker.
-const PARKED_GRACE: Duration = Duration::from_secs(10);
-/// Until a search that could not conclude is tried again with the same figures.
-const SURVEY_AGAIN: Duration = Duration::from_secs(10);
-/// And until one is repeated that somebody has to look into: with a repaired database it has another result.
-const SURVEY_REMINDS: Duration = Duration::from_secs(600);
 /// How often ids are pruned and rows counted: operators write beside us, and our gauges must not go on without them.
 const UPKEEP_EVERY: Duration = Duration::from_secs(10);
 /// Ids dropped in one transaction: a few milliseconds.
@@ -105,29 +104,10 @@ pub struct Worker {
     cut: CancellationToken,
     view: Option<ConsumerView>,
     given_up: GivenUp,
-    /// Messages that were handed back for a retry, by stream sequence, and when it is due.
-    parked: HashMap<u64, Instant>,
-    full: Reminder,
+    parked: Parked,
     waiting_for_pause: Reminder,
     upkeep_due: Instant,
     until: Until,
-}
-
-/// The search for messages that the server has given up.
-#[derive(Default)]
-struct GivenUp {
-    survey: Option<JoinHandle<Result<Surveyed, SurveyError>>>,
-    /// There was one since the start.
-    begun: bool,
-    /// How many the server had given up by its own figures when we last looked for them.
-    looked_into: u64,
-    /// How many they were when we acknowledged all that was processed, in case it was among them.
-    acknowledged: Option<u64>,
-    /// The next look brings another survey: for the rest, or to see what the acknowledgements made of the figures.
-    go_on: bool,
-    /// The last one could not conclude.
-    again_at: Option<Instant>,
-    reminder: Reminder,
 }
 
 /// A delivery that we owe the server an answer for, by stream sequence.
@@ -192,8 +172,7 @@ impl Worker {
             cut: CancellationToken::new(),
             view: None,
             given_up: GivenUp::default(),
-            parked: HashMap::new(),
-            full: Reminder::default(),
+            parked: Parked::default(),
             waiting_for_pause: Reminder::default(),
             upkeep_due: Instant::now(),
             until,
@@ -218,7 +197,7 @@ impl Worker {
                 () = stop.cancelled() => break Ended::Done,
                 () = &mut pause => break Ended::Paused,
                 Some(done) = OptionFuture::from(self.job.as_mut()) => self.finish_job(done.map_err(WorkerError::Panicked)?).await?,
-                Some(found) = OptionFuture::from(self.given_up.survey.as_mut()) => self.surveyed(found).await,
+                Some(ended) = OptionFuture::from(self.given_up.running()) => self.surveyed(ended).await,
                 _ = tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
@@ -234,8 +213,7 @@ impl Worker {
                     Event::Bound { limits, stream_created_ns, former, view } => {
                         tick = ticks(limits.ack_wait);
                         self.bound(limits, stream_created_ns, former);
-                        // What could not be found over the last connection may be found over this one.
-                        self.given_up.looked_into = 0;
+                        self.given_up.bound();
                         self.seen(view);
                     }
                 },
@@ -273,7 +251,7 @@ impl Worker {
         let Some(mut inbox) = self.inbox.take() else { return };
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
         if !batch.is_empty() {
-            inbox.max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
+            inbox.max_deliver = self.max_deliver();
             let (hurry, cut) = (self.hurry.clone(), self.cut.clone());
             self.job = Some(tokio::spawn(async move {
                 let began = Instant::now();
@@ -333,9 +311,9 @@ impl Worker {
                 undecided.push(delivery);
                 continue;
             };
-            let outcome = self.park(&delivery, outcome);
-            report(&delivery, &outcome);
             let position = delivery.raw.position;
+            let outcome = self.parked.park(position.stream_seq, outcome, self.limits.as_ref());
+            report(&delivery, &outcome);
             if self.held.get(&position.stream_seq).is_some_and(|held| held.published_ns == position.published_ns)
                 && let Some(held) = self.held.remove(&position.stream_seq)
             {
@@ -347,49 +325,6 @@ impl Worker {
         self.telemetry.parked(self.parked.len());
         // While draining this may be the last word.
         self.acknowledge(&acknowledgements, self.hurry.is_cancelled()).await;
-    }
-
-    /// Remembers a message that is handed back for a retry, and lets it wait no longer than the flow of others allows.
-    fn park(&mut self, delivery: &Delivery, outcome: Outcome) -> Outcome {
-        match outcome {
-            Outcome::Retry { delay, error } => {
-                let places = self.limits.as_ref().and_then(|limits| limits.max_ack_pending).unwrap_or(usize::MAX);
-                let delay = RetryPolicy::crowded(delay, self.parked.len() + 1, places);
-                self.parked.insert(delivery.raw.position.stream_seq, Instant::now() + delay);
-                Outcome::Retry { delay, error }
-            }
-            decided @ (Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. }) => decided,
-        }
-    }
-
-    /// Looks after the messages that wait for their retry: some may be gone from the stream, or with another worker by now, and
-    /// together they may take all places.
-    fn look_after_parked(&mut self, view: &ConsumerView) {
-        let now = Instant::now();
-        let before = self.parked.len();
-        self.parked.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);
-        let gone = (before - self.parked.len()) as u64;
-        if gone > 0 {
-            self.telemetry.metrics.messages_expired.increment(gone);
-            tracing::error!(
-                gone,
-                first = view.stream_first_seq,
-                "messages that waited for their retry are gone from the stream"
-            );
-        }
-        let overdue = self.limits.as_ref().map_or(PARKED_GRACE, |limits| limits.ack_wait + PARKED_GRACE);
-        self.parked.retain(|_, due| now.saturating_duration_since(*due) < overdue);
-        let (parked, out) = (self.parked.len(), view.num_ack_pending);
-        if view.is_full() && parked as u64 > out / 2 && self.full.is_due("full") {
-            tracing::warn!(
-                "max_ack_pending is used up: of {out} deliveries {parked} wait for their retry, new orders wait for them, and retries come \
-                 sooner than they should; raise it with `nats consumer edit --max-pending`, or mend what makes orders fail"
-            );
-        }
-        if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
-            tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
-        }
-        self.telemetry.parked(parked);
     }
 
     /// Tells the server, and if asked waits until it has the last one, and with it all. What does not get through is delivered
@@ -420,7 +355,7 @@ impl Worker {
         for (raw, reply) in arrivals {
             let position = raw.position;
             self.count(position);
-            self.parked.remove(&position.stream_seq);
+            self.parked.came(position.stream_seq);
             let held = Held { reply, published_ns: position.published_ns, touched: now };
             match self.held.insert(position.stream_seq, held) {
                 Some(before) if before.published_ns == position.published_ns => {}
@@ -469,7 +404,7 @@ impl Worker {
 
     /// Takes in messages that the server delivers no more: they go to the dead letters unless they were processed.
     fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
-        let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
+        let max_deliver = self.max_deliver();
         for (raw, reply) in arrivals {
             let position = raw.position;
             // One that we hold is at work, and that was its last delivery: it will have an outcome.
@@ -493,28 +428,16 @@ impl Worker {
             // The stream lost its tail. What we hold of that is still applied, but an acknowledgement would hit the message that
             // has its sequence now.
             self.held.retain(|stream_seq, _| *stream_seq <= last_seq);
-            self.parked.retain(|stream_seq, _| *stream_seq <= last_seq);
+            self.parked.cut_after(last_seq);
         }
-        self.look_after_parked(&view);
-        let evidence = Survey::evidence(&view);
-        self.given_up.looked_into = self.given_up.looked_into.min(evidence);
-        let max_deliver = self.limits.as_ref().and_then(|limits| limits.max_deliver);
-        // At the start, before anything of ours is pending, the figures tell less than they could.
-        let at_start = !self.given_up.begun && max_deliver.is_some() && view.num_redelivered > 0;
-        if evidence == 0 {
-            (self.given_up.go_on, self.given_up.again_at, self.given_up.acknowledged) = (false, None, None);
+        self.parked.seen(&view, self.limits.as_ref(), &self.telemetry);
+        if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
+            tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
         }
-        let again = self.given_up.go_on || self.given_up.again_at.is_some_and(|at| at <= Instant::now());
-        if (at_start || again || evidence > self.given_up.looked_into)
-            && self.given_up.survey.is_none()
-            && let Some(records) = self.consumer.records()
-        {
-            self.given_up.begun = true;
-            self.given_up.looked_into = evidence;
-            self.given_up.again_at = None;
-            self.given_up.go_on = false;
-            let survey = Survey {
-                records,
+        let max_deliver = self.max_deliver();
+        self.given_up.seen(&view, max_deliver, || {
+            Some(Survey {
+                records: self.consumer.records()?,
                 scheme: self.scheme.clone(),
                 database: self.config.database.path.clone(),
                 retention: self.config.inbox.retention,
@@ -522,74 +445,20 @@ impl Worker {
                 max_deliver: max_deliver.unwrap_or(1),
                 bytes_max: self.config.batch.max_bytes,
                 progress: Progress::default(),
-            };
-            self.given_up.survey = Some(tokio::spawn(survey.run()));
-        }
+            })
+        });
         self.view = Some(view);
     }
 
-    /// Draws the conclusions from a survey.
-    async fn surveyed(&mut self, found: Result<Result<Surveyed, SurveyError>, JoinError>) {
-        self.given_up.survey = None;
-        let found = match found {
-            Ok(Ok(found)) => found,
-            Ok(Err(error)) => {
-                let after = if error.is_passing() { SURVEY_AGAIN } else { SURVEY_REMINDS };
-                self.given_up.again_at = Some(Instant::now() + after);
-                let cause = chain(&error);
-                let key = if matches!(error, SurveyError::Pending { .. }) { "pending" } else { &cause };
-                if self.given_up.reminder.is_due(key) {
-                    tracing::error!(error = %cause, "cannot find the messages that the server has given up");
-                }
-                return;
-            }
-            Err(error) => {
-                self.given_up.again_at = Some(Instant::now() + SURVEY_AGAIN);
-                tracing::error!(%error, "the search for messages that the server has given up has failed");
-                return;
-            }
-        };
-        let Surveyed { processed, evidence, pending, conclusion } = found;
-        let processed = processed.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect::<Vec<_>>();
-        let (mut arrivals, lost, from, to) = match conclusion {
-            Conclusion::GoOn(survey) => {
-                self.given_up.survey = Some(tokio::spawn(survey.run()));
-                if self.given_up.acknowledged != Some(evidence) {
-                    self.acknowledge(&processed, false).await;
-                }
-                return;
-            }
-            Conclusion::Done { arrivals, lost, from, to } => (arrivals, lost, from, to),
-        };
-        if !processed.is_empty() && self.given_up.acknowledged != Some(evidence) {
-            // Some of it may be what was given up. Once the server knows what was processed its figure is that of the lost ones.
-            self.given_up.acknowledged = Some(evidence);
-            self.given_up.go_on = true;
-            self.acknowledge(&processed, true).await;
-            return;
-        }
-        if lost < evidence && pending {
-            self.given_up.again_at = Some(Instant::now() + SURVEY_AGAIN);
-        } else if lost < evidence {
-            self.given_up.again_at = Some(Instant::now() + SURVEY_REMINDS);
-            let cause = format!("messages {from} to {to}");
-            if self.given_up.reminder.is_due(&cause) {
-                tracing::error!(
-                    given_up = evidence,
-                    found = lost,
-                    "the server has given up more messages than can be found among messages {from} to {to}: their ids may be \
-                     pruned, or they are from before the consumer's start; see `order-processor audit`"
-                );
-            }
-        }
-        if lost > 0 {
-            tracing::error!(lost, "the server has given up messages that were never processed");
-            self.given_up.go_on = lost > arrivals.len() as u64;
-        }
+    /// Does what follows from a step of the search for messages that the server has given up.
+    async fn surveyed(&mut self, ended: given_up::Ended) {
+        let ToDo { acknowledge, with_receipt, mut take_in } = self.given_up.surveyed(ended);
+        let acknowledge: Vec<_> = acknowledge.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect();
+        self.acknowledge(&acknowledge, with_receipt).await;
         // What the stream has dropped meanwhile may have been processed, and its id pruned.
         let first = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
-        arrivals.retain(|(raw, _)| raw.position.stream_seq >= first);
-        self.receive_given_up(arrivals);
+        take_in.retain(|(raw, _)| raw.position.stream_seq >= first);
+        self.receive_given_up(take_in);
     }
 
     /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.
@@ -624,9 +493,13 @@ impl Worker {
 
     fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        let at_rest =
-            self.held.is_empty() && self.inbox.is_some() && self.given_up.survey.is_none() && !self.given_up.go_on;
+        let at_rest = self.held.is_empty() && self.inbox.is_some() && self.given_up.is_at_rest();
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
+    }
+
+    /// The last delivery that the consumer allows, if there is a last one.
+    fn max_deliver(&self) -> Option<u64> {
+        self.limits.as_ref().and_then(|limits| limits.max_deliver)
     }
 
     fn prunable(&self) -> Prunable {
@@ -677,7 +550,7 @@ impl Worker {
         self.receive(arrived);
         self.finish_running().await?;
         // The server's last delivery of a message is not handed back: it would never come again.
-        let last = self.limits.as_ref().and_then(|limits| limits.max_deliver).unwrap_or(u64::MAX);
+        let last = self.max_deliver().unwrap_or(u64::MAX);
         self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
         self.upkeep_due = Instant::now() + UPKEEP_EVERY;
         self.start_job();

@@ -1,0 +1,82 @@
+//! The messages that were handed back for a retry and are to come again.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::consumer::Limits;
+use crate::health::ConsumerView;
+use crate::outcome::Outcome;
+use crate::retry::RetryPolicy;
+use crate::telemetry::{Reminder, Telemetry};
+
+/// A message that has not come back this long after it could have is with another worker.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// By stream sequence, and when each is due.
+#[derive(Default)]
+pub struct Parked {
+    due: HashMap<u64, Instant>,
+    full: Reminder,
+}
+
+impl Parked {
+    pub fn len(&self) -> usize {
+        self.due.len()
+    }
+
+    /// Remembers a message that is handed back for a retry, and lets it wait no longer than the flow of others allows.
+    pub fn park(&mut self, stream_seq: u64, outcome: Outcome, limits: Option<&Limits>) -> Outcome {
+        match outcome {
+            Outcome::Retry { delay, error } => {
+                let places = limits.and_then(|limits| limits.max_ack_pending).unwrap_or(usize::MAX);
+                let delay = RetryPolicy::crowded(delay, self.due.len() + 1, places);
+                self.due.insert(stream_seq, Instant::now() + delay);
+                Outcome::Retry { delay, error }
+            }
+            decided @ (Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. }) => decided,
+        }
+    }
+
+    /// One has come back.
+    pub fn came(&mut self, stream_seq: u64) {
+        self.due.remove(&stream_seq);
+    }
+
+    /// The stream has lost what came after this.
+    pub fn cut_after(&mut self, last_seq: u64) {
+        self.due.retain(|stream_seq, _| *stream_seq <= last_seq);
+    }
+
+    /// The stream is another one.
+    pub fn clear(&mut self) {
+        self.due.clear();
+    }
+
+    /// A fresh look: some may be gone from the stream, or with another worker by now, and together they may take all places.
+    pub fn seen(&mut self, view: &ConsumerView, limits: Option<&Limits>, telemetry: &Telemetry) {
+        let before = self.due.len();
+        self.due.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);
+        let gone = (before - self.due.len()) as u64;
+        if gone > 0 {
+            telemetry.metrics.messages_expired.increment(gone);
+            tracing::error!(
+                gone,
+                first = view.stream_first_seq,
+                "messages that waited for their retry are gone from the stream"
+            );
+        }
+        let now = Instant::now();
+        let overdue = limits.map_or(GRACE, |limits| limits.ack_wait + GRACE);
+        self.due.retain(|_, due| now.saturating_duration_since(*due) < overdue);
+        let (parked, out) = (self.due.len(), view.num_ack_pending);
+        if view.is_full() && parked as u64 > out / 2 && self.full.is_due("full") {
+            tracing::warn!(
+                "max_ack_pending is used up: of {out} deliveries {parked} wait for their retry, new orders wait for them, and retries come \
+                 sooner than they should; raise it with `nats consumer edit --max-pending`, or mend what makes orders fail"
+            );
+        }
+        telemetry.parked(parked);
+    }
+}
