@@ -182,7 +182,7 @@ impl Worker {
     }
 
     /// Works until `stop`, until `pause` is over, or until idle if so asked; then drains, within `shutdown.timeout`, and has let
-    /// go of the database.
+    /// go of the database. What a pause cuts off after that time goes on with the next worker.
     ///
     /// # Errors
     /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
@@ -234,8 +234,11 @@ impl Worker {
             Err(_) => {
                 // A handler that is cut off is no crash of its order, and what is held need not wait for `ack_wait`.
                 cut.cancel();
-                let rest = tokio::time::timeout(CUT_GRACE, drain).await;
-                rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline)))
+                match tokio::time::timeout(CUT_GRACE, drain).await {
+                    // The database is closed, and that is all that a pause is for.
+                    Ok(Ok(())) if ended == Ended::Paused => Ok(()),
+                    rest => rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline))),
+                }
             }
         };
         telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());

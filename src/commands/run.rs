@@ -1,7 +1,8 @@
 //! `run`: the daemon. Opens what it needs in an order that leaves nothing behind when something is wrong, then works.
 
+use std::convert::Infallible;
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,7 +107,11 @@ async fn work(
         telemetry.counted(counts);
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
-        match worker.run(stop.clone(), pause::begins(path)).await {
+        let ended = tokio::select! {
+            ended = worker.run(stop.clone(), pause::begins(path)) => ended,
+            never = note_stop(path, &stop) => match never {},
+        };
+        match ended {
             Ok(Ended::Done) => return Ok(()),
             Ok(Ended::Paused) => {}
             // On a full disk for one. What is in the WAL is safe there, and whoever opens the database next finds it.
@@ -119,6 +124,13 @@ async fn work(
     // While it was paused or waited for its database; there is nothing to drain.
     telemetry.draining();
     Ok(())
+}
+
+/// Notes the stop where the next process finds it if this one is ended before it has drained, by a second signal or by SIGKILL.
+async fn note_stop(database: &Path, stop: &CancellationToken) -> Infallible {
+    stop.cancelled().await;
+    lock::sign_as_stopping(database);
+    std::future::pending().await
 }
 
 /// Waits for the end of a pause, if one is on. What the server has is looked at all the same, and nothing is pulled.

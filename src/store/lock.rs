@@ -9,12 +9,15 @@ use super::{beside, give_to_owner};
 
 /// How a holder signs that ends by itself, unlike a daemon.
 const REPAIR: &str = ", audit --repair";
+/// How one signs that is about to end. It takes the file away when it has; the words stay behind if it was cut short.
+const STOPPING: &str = ", stopping";
 
 /// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
     file: File,
+    after_stop: bool,
 }
 
 /// Why there is no lock.
@@ -40,7 +43,8 @@ impl Lock {
             }
             // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
             if is_still_at(&file, &path) {
-                let mut lock = Self { path, file };
+                let after_stop = holder(&mut file).ends_with(STOPPING);
+                let mut lock = Self { path, file, after_stop };
                 // Killed, we leave it behind, and the daemon must be able to take it.
                 give_to_owner(&lock.path, database);
                 // On a full disk nobody learns our name, but the lock is ours all the same.
@@ -50,16 +54,18 @@ impl Lock {
         }
     }
 
+    /// Whether the last holder was ended in the middle of its stop: somebody wanted it to end, and nothing crashed.
+    pub fn comes_after_a_stop(&self) -> bool {
+        self.after_stop
+    }
+
     /// Tells who waits for the database that it is in use for a repair.
     pub fn sign_as_repair(&mut self) {
         self.sign(REPAIR);
     }
 
     fn sign(&mut self, purpose: &str) {
-        let text = format!("process {}{purpose}", std::process::id());
-        // The longer text is the later one: nobody reads half of it, or nothing.
-        let signed = self.file.rewind().and_then(|()| self.file.write_all(text.as_bytes()));
-        if let Err(error) = signed.and_then(|()| self.file.set_len(text.len() as u64)) {
+        if let Err(error) = sign(&mut self.file, purpose) {
             tracing::warn!(lock = %self.path.display(), %error, "cannot write who holds the database");
         }
     }
@@ -69,6 +75,22 @@ impl Drop for Lock {
     fn drop(&mut self) {
         // Left behind, the file harms nobody: it is not locked any more.
         drop(std::fs::remove_file(&self.path));
+    }
+}
+
+/// The longer text is the later one, so that nobody reads nothing.
+fn sign(file: &mut File, purpose: &str) -> io::Result<()> {
+    let text = format!("process {}{purpose}", std::process::id());
+    file.rewind()?;
+    file.write_all(text.as_bytes())?;
+    file.set_len(text.len() as u64)
+}
+
+/// Notes that this process, which has the lock, is about to end: its next holder learns it if that end is cut short.
+pub fn sign_as_stopping(database: &Path) {
+    let signed = OpenOptions::new().write(true).open(path(database)).and_then(|mut file| sign(&mut file, STOPPING));
+    if let Err(error) = signed {
+        tracing::debug!(%error, "cannot note the stop");
     }
 }
 
@@ -118,6 +140,29 @@ fn is_still_at(file: &File, path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_stop_that_was_cut_short_is_known_to_the_next_holder() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        for cut_short in [false, true, false] {
+            let lock = Lock::try_acquire(&database).unwrap();
+            sign_as_stopping(&database);
+            if cut_short {
+                // As the kernel does it for a process that is killed.
+                lock.file.unlock().unwrap();
+                std::mem::forget(lock);
+            } else {
+                drop(lock);
+            }
+            let lock = Lock::try_acquire(&database).unwrap();
+            assert_eq!(lock.comes_after_a_stop(), cut_short);
+            // Killed without having been told to stop.
+            lock.file.unlock().unwrap();
+            std::mem::forget(lock);
+            assert!(!Lock::try_acquire(&database).unwrap().comes_after_a_stop());
+        }
+    }
 
     #[test]
     fn a_repair_says_so() {

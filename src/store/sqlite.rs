@@ -73,6 +73,7 @@ impl Store {
         require_folder(path)?;
         require_sqlite(path)?;
         let lock = acquire(path, LOCK_PATIENCE).await?;
+        let after_stop = lock.comes_after_a_stop();
         if is_there(path)? {
             require_known_schema(path).await?;
         } else {
@@ -80,7 +81,22 @@ impl Store {
         }
         let mut store = Self::open_file(path, Some(lock)).await?;
         store.migrate().await.map_err(|source| OpenError::database(path, source))?;
+        if after_stop {
+            store.take_back_start().await.map_err(|source| OpenError::database(path, source))?;
+        }
         Ok(store)
+    }
+
+    /// The process that had the database was ended while it drained: the run it was in, if it was a recorded one, was the last
+    /// that began, and is no crash.
+    async fn take_back_start(&mut self) -> Result<(), Error> {
+        let Some(connection) = &mut self.connection else { return Ok(()) };
+        let taken_back = sqlx::query(
+            "UPDATE attempts SET started = started - 1 \
+             WHERE id = (SELECT id FROM attempts WHERE started > 0 ORDER BY updated_at DESC LIMIT 1)",
+        );
+        taken_back.execute(connection).await.map_err(|source| Error::new("taking back a start", source))?;
+        Ok(())
     }
 
     /// Opens the database that this process has let go of: as [`open`](Self::open), but never makes a new one. A file that

@@ -523,6 +523,27 @@ async fn runs_that_a_stop_cuts_off_are_no_crashes_of_their_order() {
 }
 
 #[tokio::test]
+async fn a_pause_cuts_off_what_outlasts_the_deadline_and_is_a_pause_all_the_same() {
+    let settings = [("retry.max_attempts", "1"), ("shutdown.timeout", "1s")];
+    let bench = Bench::new(patient_consumer_config(), &settings).await;
+    bench.broker.publish("plug").await;
+    let clerk = Clerk::new();
+    let pause = CancellationToken::new();
+    let worker = bench.start_with_pause(&clerk, pause.clone()).await;
+    clerk.began(1).await;
+    pause.cancel();
+    let ended = tokio::time::timeout(PATIENCE, worker.task).await.expect("the deadline ends it");
+    assert_eq!(ended.expect("it does not panic").expect("the database is closed"), Ended::Paused);
+
+    let worker = bench.start(&clerk).await;
+    clerk.let_pass(1);
+    bench.broker.acknowledged(1).await;
+    bench.applied_once(1).await;
+    bench.no_failures().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn the_handler_gets_a_batch_in_stream_order_and_no_id_twice() {
     let bench = Bench::new(patient_consumer_config(), &[]).await;
     let repeated = || headers(&[("Nats-Msg-Id", "order-1")]);
@@ -688,6 +709,10 @@ impl Bench {
 
     /// Starts a worker in this process.
     pub async fn start(&self, clerk: &Arc<Clerk>) -> Running {
+        self.start_with_pause(clerk, CancellationToken::new()).await
+    }
+
+    async fn start_with_pause(&self, clerk: &Arc<Clerk>, pause: CancellationToken) -> Running {
         let config = Config::load(None, environment(&self.spec)).expect("the settings are right").config;
         let store = Store::open(&config.database.path).await.expect("the database can be opened");
         make_effects(&mut self.spec.db().open_to_write().await).await;
@@ -695,7 +720,7 @@ impl Bench {
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(Arc::new(config), store, clerk.clone(), telemetry.clone(), Until::Stopped);
         let stop = CancellationToken::new();
-        Running { task: tokio::spawn(worker.run(stop.clone(), pending())), stop, telemetry }
+        Running { task: tokio::spawn(worker.run(stop.clone(), pause.cancelled_owned())), stop, telemetry }
     }
 
     /// Publishes these behind a plug, and pulls the plug when the worker holds all of them: they are one batch.

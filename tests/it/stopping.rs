@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use order_processor::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
 use crate::support::nats::{consumer_config, patient_consumer_config, stream_config};
@@ -151,6 +152,46 @@ async fn second_sigterm_ends_it_at_once_and_loses_nothing() {
     unstick(&broker, &spec).await;
     spec.run_ok(&["run", "--until-idle"]).await;
     spec.db().applied_once(50).await;
+}
+
+/// By a second signal, or by a supervisor whose patience is shorter than the drain.
+#[tokio::test]
+async fn stops_that_are_cut_short_are_no_crashes_of_the_order_in_hand() {
+    let server = NatsServer::start().await;
+    let (broker, spec, mut worker) = stuck_worker(&server, NO_DEADLINE).await;
+    worker.kill9();
+    drop(worker);
+    // One order, which comes again soon.
+    broker.purge().await;
+    broker.delete_consumer().await;
+    broker.create_consumer(short_ack_wait()).await;
+    broker.publish("Order Data 51").await;
+    let spec = spec.set("retry.max_attempts", "2");
+    for restart in 1..=7 {
+        let mut worker = spec.start();
+        eventually("the order is in hand", PATIENCE, async || {
+            equal(worker.try_metrics().await?.get("held_deliveries"), Some(1.0)).map_err(|seen| format!("{seen:?}"))
+        })
+        .await;
+        let recorded = u64::from(restart >= SUSPECT_FROM);
+        eventually("its run has begun", PATIENCE, async || {
+            let started = spec.db().scalar("SELECT coalesce(sum(started), 0) FROM attempts").await;
+            equal(started.cast_unsigned(), recorded)
+        })
+        .await;
+        worker.term();
+        worker.not_ready("drain").await;
+        if restart % 2 == 0 {
+            worker.kill9();
+        } else {
+            worker.term();
+            worker.wait_exit(PATIENCE).await;
+        }
+    }
+    unstick(&broker, &spec).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+    spec.db().applied_once(1).await;
 }
 
 #[tokio::test]
