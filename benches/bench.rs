@@ -264,7 +264,6 @@ async fn seed(spec: &DaemonSpec, ids: i64) {
     daemon.ready().await;
     daemon.drain().await;
     let mut connection = spec.db().open_to_write().await;
-    sqlx::query("DROP INDEX processed_ids_id").execute(&mut connection).await.unwrap();
     let now_ns = i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos()).unwrap();
     let insert = "WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?) \
          INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
@@ -272,9 +271,11 @@ async fn seed(spec: &DaemonSpec, ids: i64) {
     for first in (0..ids).step_by(usize::try_from(STEP).unwrap()) {
         sqlx::query(insert).bind(STEP.min(ids - first)).bind(now_ns).execute(&mut connection).await.unwrap();
     }
-    // In one go, since a million random rows into a finished index would take minutes.
-    sqlx::query("CREATE UNIQUE INDEX processed_ids_id ON processed_ids (id)").execute(&mut connection).await.unwrap();
     connection.close().await.unwrap();
+    // What was put in by hand is indexed at the next start.
+    let mut daemon = spec.start();
+    daemon.ready().await;
+    daemon.drain().await;
 }
 
 async fn idle(daemon: &Daemon, plan: &Plan, report: &mut Report) {

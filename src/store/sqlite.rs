@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::iter;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,12 +18,14 @@ use sqlx::sqlite::{
 use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
 use tokio::time::Instant;
 
+use self::ids::{Fresh, Ids, Key};
 use super::lock::{self, Lock, LockError};
 use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
-use crate::delivery::{Delivery, Digest, Headers};
+use crate::delivery::{Delivery, Headers};
 use crate::metrics::{DbErrorClass, Label};
 
 pub mod backup;
+pub mod ids;
 pub mod letters;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
@@ -58,6 +59,7 @@ pub struct Store {
     faulted: bool,
     /// Whether `attempts` may have rows. Only the process with the lock writes it, so its happy path need not ask.
     any_attempts: bool,
+    ids: Ids,
     /// No look at the size of the WAL before this.
     wal_due: Instant,
     /// None where another process may be the daemon.
@@ -80,10 +82,13 @@ impl Store {
             create(path).map_err(|source| unusable(path, source))?;
         }
         let mut store = Self::open_file(path, Some(lock)).await?;
-        store.migrate().await.map_err(|source| OpenError::database(path, source))?;
+        let failed = |source| OpenError::database(path, source);
+        store.migrate().await.map_err(failed)?;
         if after_stop {
-            store.take_back_start().await.map_err(|source| OpenError::database(path, source))?;
+            store.take_back_start().await.map_err(failed)?;
         }
+        // Reads the newest ids.
+        store.counts().await.map_err(failed)?;
         Ok(store)
     }
 
@@ -132,6 +137,7 @@ impl Store {
             identity: identity(path),
             faulted: false,
             any_attempts: true,
+            ids: Ids::default(),
             wal_due: Instant::now(),
             lock,
         })
@@ -164,9 +170,9 @@ impl Store {
         self.limit_wal(&mut connection).await;
         let connection = self.connection.insert(connection);
         self.clean = false;
-        let (faulted, any_attempts) = (&mut self.faulted, &mut self.any_attempts);
-        let mut tx = Tx { connection, clean: &mut self.clean, faulted, any_attempts, sound: true };
-        tx.execute("beginning a transaction", "BEGIN IMMEDIATE".to_owned(), SqliteArguments::default()).await?;
+        let Self { clean, faulted, any_attempts, ids, .. } = self;
+        let mut tx = Tx { connection, clean, faulted, any_attempts, ids, sound: true, savepoint: 0 };
+        tx.begin().await?;
         Ok(tx)
     }
 
@@ -184,6 +190,7 @@ impl Store {
         {
             // Whatever was wrong with it has been reported, and closing rolls back and unlocks also when it fails.
             drop(suspect.close_hard().await);
+            self.ids.distrust();
         }
     }
 
@@ -237,6 +244,11 @@ impl Store {
         }
     }
 
+    /// Seals ids after so many rows instead of [`ids::SEGMENT_ROWS`], for tests that cannot write as many.
+    pub fn seal_after(&mut self, rows: usize) {
+        self.ids.seal_after(rows);
+    }
+
     /// How many ids and dead letters there are. Cheap at any size.
     pub async fn counts(&mut self) -> Result<Counts, Error> {
         let mut tx = self.begin().await?;
@@ -257,24 +269,34 @@ impl Store {
         const DOING: &str = "pruning ids";
         let mut tx = self.begin().await?;
         tx.forget_old_attempts(prunable.before_ns, limit).await?;
-        let oldest: Vec<(i64, i64, i64)> =
-            sqlx::query_as("SELECT rowid, processed_at, stream_seq FROM processed_ids ORDER BY rowid LIMIT ?")
-                .bind(limit)
-                .fetch_all(&mut *tx.connection)
-                .await
-                .map_err(|source| tx.fail(DOING, source))?;
-        let droppable = oldest.iter().take_while(|(_, at, seq)| prunable.covers(*at, *seq));
-        let Some((last, _, _)) = droppable.last() else {
+        let Prunable { before_ns, gone } = prunable;
+        let last: Option<i64> = sqlx::query_scalar(
+            "WITH oldest AS (SELECT row, processed_at, stream_seq FROM processed_ids ORDER BY row LIMIT ?1), \
+             kept AS (SELECT min(row) AS first FROM oldest \
+             WHERE NOT (processed_at < ?2 AND (stream_seq < ?3 OR processed_at < ?4))) \
+             SELECT max(row) FROM oldest, kept WHERE first IS NULL OR row < first",
+        )
+        .bind(limit)
+        .bind(before_ns)
+        .bind(gone.map_or(i64::MAX, |gone| to_i64(gone.below_seq)))
+        .bind(gone.map_or(i64::MAX, |gone| gone.stream_created_ns))
+        .fetch_one(&mut *tx.connection)
+        .await
+        .map_err(|source| tx.fail(DOING, source))?;
+        let Some(last) = last else {
             tx.commit().await?;
             return Ok(0);
         };
-        let pruned = sqlx::query("DELETE FROM processed_ids WHERE rowid <= ?")
-            .bind(*last)
+        let pruned = sqlx::query("DELETE FROM processed_ids WHERE row <= ?")
+            .bind(last)
             .execute(&mut *tx.connection)
             .await
             .map_err(|source| tx.fail(DOING, source))?
             .rows_affected();
+        let forgotten = tx.ids.forget(tx.connection, last).await;
+        forgotten.map_err(|error| tx.failed(error))?;
         tx.commit().await?;
+        self.ids.forgotten(last);
         Ok(pruned)
     }
 
@@ -309,6 +331,7 @@ pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
 #[derive(Debug)]
 pub struct Lookup {
     connection: SqliteConnection,
+    ids: Ids,
 }
 
 impl Lookup {
@@ -317,23 +340,29 @@ impl Lookup {
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
         require_beside(path).await?;
         let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
-        Ok(Self { connection: connection.map_err(|source| OpenError::database(path, source))? })
+        let connection = connection.map_err(|source| OpenError::database(path, source))?;
+        Ok(Self { connection, ids: Ids::default() })
     }
 
     /// As [`Tx::known`].
     pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-        let mut known = Vec::with_capacity(deliveries.len());
-        for chunk in chunks(deliveries) {
-            let (sql, arguments) = known_query(chunk, i64::MAX)?;
-            let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut self.connection).await;
-            known.extend(rows.map_err(|source| Error::new(LOOKING_UP, source))?.iter().map(known_claim));
-        }
+        let Self { connection, ids } = self;
+        let data_version = begin(connection, "BEGIN").await?;
+        let known = match ids.refresh(connection, data_version).await {
+            Ok(Fresh::Yes) => known(connection, ids, deliveries).await.map(|(claims, _)| claims),
+            Ok(Fresh::NotYet) => Err(not_indexed()),
+            Err(error) => Err(error),
+        };
+        // It has only read: however this ends, there is nothing to undo.
+        let ended = sqlx::query("ROLLBACK").execute(connection).await;
+        let known = known?;
+        ended.map_err(|source| Error::new(LOOKING_UP, source))?;
         Ok(known)
     }
 
     /// When the oldest of the ids that are kept was processed.
     pub async fn oldest_processed_at(&mut self) -> Result<Option<i64>, Error> {
-        sqlx::query_scalar("SELECT processed_at FROM processed_ids ORDER BY rowid LIMIT 1")
+        sqlx::query_scalar("SELECT processed_at FROM processed_ids ORDER BY row LIMIT 1")
             .fetch_optional(&mut self.connection)
             .await
             .map_err(|source| Error::new("looking for the oldest id", source))
@@ -358,8 +387,11 @@ pub struct Tx<'s> {
     clean: &'s mut bool,
     faulted: &'s mut bool,
     any_attempts: &'s mut bool,
+    ids: &'s mut Ids,
     /// No statement has failed and nothing was undone.
     sound: bool,
+    /// Where [`Tx::undo`] returns to in `ids`.
+    savepoint: usize,
 }
 
 impl Tx<'_> {
@@ -368,24 +400,29 @@ impl Tx<'_> {
         self.connection
     }
 
+    async fn begin(&mut self) -> Result<(), Error> {
+        let data_version = begin(self.connection, "BEGIN IMMEDIATE").await.map_err(|error| self.failed(error))?;
+        loop {
+            let fresh = self.ids.refresh(self.connection, data_version).await.map_err(|error| self.failed(error))?;
+            if self.ids.is_full() {
+                self.ids.seal(self.connection).await.map_err(|error| self.failed(error))?;
+            }
+            if fresh == Fresh::Yes {
+                return Ok(());
+            }
+        }
+    }
+
     /// Claims the ids of `deliveries`, which must differ from each other, and says of each what came of it.
     pub async fn claim(&mut self, deliveries: &[&Delivery], now_ns: i64) -> Result<Vec<Claim>, Error> {
-        let mut claims = Vec::with_capacity(deliveries.len());
-        for chunk in chunks(deliveries) {
-            let sql = values(
-                "INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
-                 SELECT column1, column2, column3, column4 FROM (VALUES ",
-                4,
-                chunk.len(),
-                // The first halves are looked at once in the whole statement, and nearly always answer.
-                ") AS new WHERE NOT (EXISTS (SELECT 1 FROM dead_letters) AND EXISTS \
-                 (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column3)) \
-                 AND NOT (EXISTS (SELECT 1 FROM closed_letters) AND EXISTS \
-                 (SELECT 1 FROM closed_letters AS closed WHERE closed.id = new.column1 AND closed.digest = new.column3)) \
-                 ON CONFLICT (id) DO NOTHING",
-            );
+        let (claims, keys) = known(self.connection, self.ids, deliveries).await.map_err(|error| self.failed(error))?;
+        let rows = keys.into_iter().zip(deliveries.iter().copied()).zip(&claims);
+        let new: Vec<(Key, &Delivery)> = rows.filter(|(_, claim)| **claim == Claim::New).map(|(row, _)| row).collect();
+        for chunk in chunks(&new) {
+            let sql =
+                values("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES ", 4, chunk.len(), "");
             let mut arguments = SqliteArguments::default();
-            for delivery in chunk {
+            for (_, delivery) in chunk {
                 bind(&mut arguments, delivery.id.as_str())?;
                 bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
                 bind(&mut arguments, delivery.digest.0.as_slice())?;
@@ -393,31 +430,16 @@ impl Tx<'_> {
                 bind(&mut arguments, now_ns.max(delivery.raw.position.published_ns))?;
             }
             let done = self.execute("claiming ids", sql, arguments).await?;
-            // A row that comes back costs more than one that goes in: the statement returns none, and where it has claimed
-            // all there is nothing to ask.
-            match done.rows_affected() {
-                claimed if claimed == chunk.len() as u64 => claims.extend(iter::repeat_n(Claim::New, chunk.len())),
-                0 => claims.extend(self.known(chunk).await?),
-                // Rows are only ever added at the table's end: those that we have just claimed stand there.
-                claimed => claims.extend(self.known_up_to(chunk, done.last_insert_rowid() - to_i64(claimed)).await?),
-            }
+            // One statement numbers its rows one after the other (sqlite.org/autoinc.html: AUTOINCREMENT adds one).
+            self.ids.add(chunk, done.last_insert_rowid());
         }
         Ok(claims)
     }
 
     /// What the database knows of each of `deliveries`, in their order, without claiming anything.
     pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-        self.known_up_to(deliveries, i64::MAX).await
-    }
-
-    /// What it knew when `last_rowid` was the last row of `processed_ids`.
-    async fn known_up_to(&mut self, deliveries: &[&Delivery], last_rowid: i64) -> Result<Vec<Claim>, Error> {
-        let mut known = Vec::with_capacity(deliveries.len());
-        for chunk in chunks(deliveries) {
-            let (sql, arguments) = known_query(chunk, last_rowid)?;
-            known.extend(self.fetch(LOOKING_UP, sql, arguments).await?.iter().map(known_claim));
-        }
-        Ok(known)
+        let known = known(self.connection, self.ids, deliveries).await.map_err(|error| self.failed(error))?;
+        Ok(known.0)
     }
 
     /// Keeps `deliveries` in `orders`: the effect of the built-in handler.
@@ -462,6 +484,7 @@ impl Tx<'_> {
              SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11 \
              WHERE NOT EXISTS (SELECT 1 FROM closed_letters WHERE id = ?1 AND digest = ?10) \
              ON CONFLICT (id, digest) DO NOTHING";
+        self.ids.any_letters = true;
         Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await?.rows_affected() > 0)
     }
 
@@ -527,6 +550,7 @@ impl Tx<'_> {
 
     /// Marks the point that [`Tx::undo`] returns to.
     pub async fn savepoint(&mut self) -> Result<(), Error> {
+        self.savepoint = self.ids.staged();
         self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
 
@@ -539,6 +563,7 @@ impl Tx<'_> {
     pub async fn undo(&mut self) -> Result<(), Error> {
         const DOING: &str = "returning to a savepoint";
         self.sound = false;
+        self.ids.unstage(self.savepoint);
         self.execute(DOING, "ROLLBACK TO message".to_owned(), SqliteArguments::default()).await?;
         self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
@@ -549,6 +574,7 @@ impl Tx<'_> {
     /// The outcome is then unknown. Nothing may be acknowledged; the ids tell the truth when the messages come again.
     pub async fn commit(mut self) -> Result<(), Error> {
         self.execute("committing", "COMMIT".to_owned(), SqliteArguments::default()).await?;
+        self.ids.committed();
         *self.clean = self.sound;
         Ok(())
     }
@@ -578,8 +604,11 @@ impl Tx<'_> {
     }
 
     fn fail(&mut self, doing: &'static str, source: sqlx::Error) -> Error {
+        self.failed(Error::new(doing, source))
+    }
+
+    fn failed(&mut self, error: Error) -> Error {
         self.sound = false;
-        let error = Error::new(doing, source);
         *self.faulted |= error.may_have_written();
         error
     }
@@ -780,7 +809,7 @@ async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Result<
 async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error> {
     // Two subqueries, since SQLite looks min and max up in the B-tree only when each stands alone.
     let (ids, dead): (i64, i64) = sqlx::query_as(
-        "SELECT coalesce((SELECT max(rowid) FROM processed_ids) - (SELECT min(rowid) FROM processed_ids) + 1, 0), \
+        "SELECT coalesce((SELECT max(row) FROM processed_ids) - (SELECT min(row) FROM processed_ids) + 1, 0), \
          (SELECT count(*) FROM dead_letters)",
     )
     .fetch_one(connection)
@@ -791,35 +820,54 @@ async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error
 const OPENING_TO_READ: &str = "opening the database to read";
 const LOOKING_UP: &str = "looking ids up";
 
-/// One row for each of `deliveries`, in their order, for [`known_claim`]; rows of `processed_ids` after `last_rowid` do not
-/// count.
-fn known_query(deliveries: &[&Delivery], last_rowid: i64) -> Result<(String, SqliteArguments), Error> {
-    let sql = values(
-        "SELECT seen.digest, EXISTS \
-         (SELECT 1 FROM dead_letters AS dead WHERE dead.id = new.column1 AND dead.digest = new.column2) OR EXISTS \
-         (SELECT 1 FROM closed_letters AS closed WHERE closed.id = new.column1 AND closed.digest = new.column2) \
-         FROM (VALUES ",
-        3,
-        deliveries.len(),
-        ") AS new LEFT JOIN processed_ids AS seen ON seen.id = new.column1 AND seen.rowid <= ? ORDER BY new.column3",
-    );
-    let mut arguments = SqliteArguments::default();
-    for (index, delivery) in (0_i64..).zip(deliveries) {
-        bind(&mut arguments, delivery.id.as_str())?;
-        bind(&mut arguments, delivery.digest.0.as_slice())?;
-        bind(&mut arguments, index)?;
-    }
-    bind(&mut arguments, last_rowid)?;
-    Ok((sql, arguments))
+/// Begins a transaction, and says whether others have written since the last one: then the number is another.
+async fn begin(connection: &mut SqliteConnection, how: &str) -> Result<i64, Error> {
+    // In one go, since each costs a way to SQLite's thread and back.
+    let sql = AssertSqlSafe(format!("{how}; PRAGMA data_version"));
+    let data_version = sqlx::query_scalar(sql).fetch_one(connection).await;
+    data_version.map_err(|source| Error::new("beginning a transaction", source))
 }
 
-fn known_claim(row: &SqliteRow) -> Claim {
-    let processed = row.get::<Option<Vec<u8>>, _>(0).and_then(|digest| digest.try_into().ok());
-    match (row.get::<bool, _>(1), processed) {
-        (true, _) => Claim::Dead,
-        (false, Some(digest)) => Claim::Processed(Digest(digest)),
-        (false, None) => Claim::New,
+fn not_indexed() -> Error {
+    let text = "ids that were put into the database by hand are being indexed; try again when the daemon is ready";
+    let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
+    Error { doing: LOOKING_UP, class: DbErrorClass::Busy, source }
+}
+
+/// What the database knows of each of `deliveries`, in their order, and the keys of their ids.
+async fn known(
+    connection: &mut SqliteConnection,
+    ids: &Ids,
+    deliveries: &[&Delivery],
+) -> Result<(Vec<Claim>, Vec<Key>), Error> {
+    let (found, keys) = ids.find(connection, deliveries).await?;
+    let mut claims: Vec<Claim> = found.into_iter().map(|digest| digest.map_or(Claim::New, Claim::Processed)).collect();
+    if !ids.any_letters {
+        return Ok((claims, keys));
     }
+    let same = |(index, claim): &(usize, &Claim)| **claim == Claim::Processed(deliveries[*index].digest);
+    let others: Vec<usize> = claims.iter().enumerate().filter(|it| !same(it)).map(|(index, _)| index).collect();
+    for chunk in chunks(&others) {
+        let sql = values(
+            "SELECT column3 FROM (VALUES ",
+            3,
+            chunk.len(),
+            ") WHERE EXISTS (SELECT 1 FROM dead_letters WHERE id = column1 AND digest = column2) \
+             OR EXISTS (SELECT 1 FROM closed_letters WHERE id = column1 AND digest = column2)",
+        );
+        let mut arguments = SqliteArguments::default();
+        for index in chunk {
+            bind(&mut arguments, deliveries[*index].id.as_str())?;
+            bind(&mut arguments, deliveries[*index].digest.0.as_slice())?;
+            bind(&mut arguments, *index as i64)?;
+        }
+        let dead = sqlx::query_scalar_with(AssertSqlSafe(sql), arguments).fetch_all(&mut *connection).await;
+        for index in dead.map_err(|source| Error::new(LOOKING_UP, source))? {
+            let index: i64 = index;
+            claims[index as usize] = Claim::Dead;
+        }
+    }
+    Ok((claims, keys))
 }
 
 /// Cuts a batch into runs of [`ROWS_MAX`], and what is left into runs whose lengths are powers of two, so that a handful of
@@ -839,8 +887,9 @@ fn chunks<T>(mut rows: &[T]) -> impl Iterator<Item = &[T]> {
 
 /// `before (?,?),(?,?) after`
 fn values(before: &str, columns: usize, rows: usize, after: &str) -> String {
-    let row = format!("({})", vec!["?"; columns].join(","));
-    format!("{before}{}{after}", vec![row; rows].join(","))
+    let row = format!("({}),", vec!["?"; columns].join(","));
+    let rows = row.repeat(rows);
+    format!("{before}{}{after}", rows.strip_suffix(',').unwrap_or_default())
 }
 
 fn bind<'a, T>(arguments: &mut SqliteArguments, value: T) -> Result<(), Error>

@@ -97,7 +97,7 @@ async fn dead_letters_that_an_operator_has_dealt_with_are_not_missing() {
     assert_eq!(spec.db().count("dead_letters").await, 0);
 
     let finished = spec.set("inbox.id_pointer", "/id").run_ok(&["audit"]).await;
-    assert_eq!(finished.stdout, "stream ORDERS, messages 1 to 3: 1 processed, 2 dead letters, 0 missing\n");
+    assert_eq!(finished.stdout, "stream ORDERS, messages 1 to 3: 2 processed, 1 dead letters, 0 missing\n");
 }
 
 #[tokio::test]

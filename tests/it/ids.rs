@@ -1,8 +1,19 @@
-//! How long a processed id is remembered: as long as its message can come again, and a week at least.
+//! Which ids count as processed, wherever they stand, and how long they are remembered: as long as their message can come again,
+//! and a week at least.
+
+use std::path::Path;
 
 use async_nats::jetstream::stream;
-use order_processor::store::{Gone, Prunable, Store};
-use sqlx::Connection;
+use order_processor::delivery::{Delivery, Digest, Position, Raw};
+use order_processor::store::sqlite::Lookup;
+use order_processor::store::sqlite::ids::SEGMENT_ROWS;
+use order_processor::store::{Claim, Gone, Prunable, Store};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+use sqlx::migrate::Migrator;
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, SqliteConnection};
 
 use crate::support::nats::{STREAM, consumer_config, headers, stream_config};
 use crate::support::{Broker, DaemonSpec};
@@ -141,4 +152,200 @@ async fn attempts_of_a_message_that_has_vanished_are_forgotten_after_a_week() {
     spec.db().has("attempts", 0).await;
     worker.drain().await;
     spec.db().applied_once(1).await;
+}
+
+/// What happens to the ids of one database.
+#[derive(Clone, Debug)]
+enum Step {
+    /// Somebody claims ids, each with one of two digests.
+    Claim {
+        beside: bool,
+        orders: Vec<(u8, bool)>,
+        end: End,
+    },
+    /// The daemon drops the oldest.
+    Prune {
+        rows: u32,
+    },
+    /// The daemon ends, or dies, and starts again.
+    Restart {
+        clean: bool,
+    },
+    /// An operator removes an id by hand.
+    Delete {
+        id: u8,
+    },
+    Vacuum,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    Commit,
+    /// Dropped as it stands.
+    Drop,
+    /// Back to the savepoint before the second half, which is then claimed once more.
+    UndoHalf,
+}
+
+fn ids_steps() -> impl Strategy<Value = Step> {
+    let end = prop_oneof![4 => Just(End::Commit), 1 => Just(End::Drop), 2 => Just(End::UndoHalf)];
+    prop_oneof![
+        8 => (prop::bool::weighted(0.2), vec((0..40_u8, prop::bool::weighted(0.1)), 1..12), end)
+            .prop_map(|(beside, orders, end)| Step::Claim { beside, orders, end }),
+        2 => (1..30_u32).prop_map(|rows| Step::Prune { rows }),
+        1 => any::<bool>().prop_map(|clean| Step::Restart { clean }),
+        1 => (0..40_u8).prop_map(|id| Step::Delete { id }),
+        1 => Just(Step::Vacuum),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 12,
+        failure_persistence: Some(Box::new(FileFailurePersistence::Off)),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn an_id_is_new_exactly_once_wherever_its_row_stands(steps in vec(ids_steps(), 1..30), segment_rows in 2..9_usize) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(play(&steps, segment_rows));
+    }
+}
+
+fn delivery(id: u8, other: bool) -> Delivery {
+    let position = Position { delivered: 1, stream_seq: 1, consumer_seq: 1, published_ns: 1 };
+    let raw = Raw { subject: "ORDERS.new".into(), headers: vec![], payload: "".into(), position, unreadable: None };
+    Delivery { raw, id: format!("order {id}"), digest: Digest([u8::from(other); 16]), defect: None }
+}
+
+async fn open(database: &Path, segment_rows: usize) -> Store {
+    let mut store = Store::open(database).await.unwrap();
+    store.seal_after(segment_rows);
+    store
+}
+
+/// Takes `steps` on a real file, and says after each of every id what a plain list of rows says of it.
+async fn play(steps: &[Step], segment_rows: usize) {
+    let folder = tempfile::tempdir().unwrap();
+    let database = folder.path().join("orders.db");
+    let mut daemon = Some(open(&database, segment_rows).await);
+    let mut operator = Store::open_beside(&database).await.unwrap();
+    operator.seal_after(segment_rows);
+    let mut reader = Lookup::open(&database).await.unwrap();
+    let mut rows: Vec<(u8, bool)> = Vec::new();
+    for step in steps {
+        let store = daemon.as_mut().unwrap();
+        match step {
+            Step::Claim { beside, orders, end } => {
+                let store = if *beside { &mut operator } else { store };
+                claim(store, orders, *end, &mut rows).await;
+            }
+            Step::Prune { rows: limit } => {
+                let prunable = Prunable { before_ns: i64::MAX, gone: None };
+                let pruned = store.prune(prunable, *limit).await.unwrap();
+                assert_eq!(pruned, u64::from(*limit).min(rows.len() as u64));
+                rows.drain(..pruned as usize);
+            }
+            Step::Restart { clean } => {
+                let store = daemon.take().unwrap();
+                match clean {
+                    true => store.close().await.unwrap(),
+                    false => drop(store),
+                }
+                daemon = Some(open(&database, segment_rows).await);
+            }
+            Step::Delete { id } => {
+                by_hand(&database, &format!("DELETE FROM processed_ids WHERE id = 'order {id}'")).await;
+                rows.retain(|(known, _)| known != id);
+            }
+            Step::Vacuum => by_hand(&database, "VACUUM").await,
+        }
+        let all: Vec<Delivery> = (0..40).map(|id| delivery(id, false)).collect();
+        let all: Vec<&Delivery> = all.iter().collect();
+        let expected: Vec<Claim> = (0..40).map(|id| known(&rows, id)).collect();
+        assert_eq!(reader.known(&all).await.unwrap(), expected, "beside the daemon, after {step:?}");
+        for store in [daemon.as_mut().unwrap(), &mut operator] {
+            let mut tx = store.begin().await.unwrap();
+            assert_eq!(tx.known(&all).await.unwrap(), expected, "after {step:?}");
+            tx.commit().await.unwrap();
+        }
+    }
+}
+
+fn known(rows: &[(u8, bool)], id: u8) -> Claim {
+    let row = rows.iter().find(|(known, _)| *known == id);
+    row.map_or(Claim::New, |(_, other)| Claim::Processed(Digest([u8::from(*other); 16])))
+}
+
+async fn claim(store: &mut Store, orders: &[(u8, bool)], end: End, rows: &mut Vec<(u8, bool)>) {
+    let mut unique: Vec<(u8, bool)> = Vec::new();
+    for (id, other) in orders {
+        if !unique.iter().any(|(known, _)| known == id) {
+            unique.push((*id, *other));
+        }
+    }
+    let deliveries: Vec<Delivery> = unique.iter().map(|(id, other)| delivery(*id, *other)).collect();
+    let deliveries: Vec<&Delivery> = deliveries.iter().collect();
+    let expected: Vec<Claim> = unique.iter().map(|(id, _)| known(rows, *id)).collect();
+    let half = unique.len() / 2;
+    let mut tx = store.begin().await.unwrap();
+    assert_eq!(tx.claim(&deliveries[..half], 1).await.unwrap(), expected[..half]);
+    tx.savepoint().await.unwrap();
+    assert_eq!(tx.claim(&deliveries[half..], 1).await.unwrap(), expected[half..]);
+    if end == End::UndoHalf {
+        tx.undo().await.unwrap();
+        assert_eq!(tx.claim(&deliveries[half..], 1).await.unwrap(), expected[half..], "what was undone is new again");
+    }
+    if end == End::Drop {
+        return store.abandon().await;
+    }
+    tx.commit().await.unwrap();
+    rows.extend(unique.iter().zip(expected).filter(|(_, claim)| *claim == Claim::New).map(|(order, _)| *order));
+}
+
+async fn by_hand(database: &Path, sql: &str) {
+    let mut writer = SqliteConnectOptions::new().filename(database).connect().await.unwrap();
+    sqlx::query(AssertSqlSafe(sql.to_owned())).execute(&mut writer).await.unwrap();
+    writer.close().await.unwrap();
+}
+
+/// As many rows as three segments have, and some more.
+#[tokio::test]
+async fn a_database_from_before_the_segments_keeps_all_its_ids() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.on_conflict", "duplicate");
+    let rows = SEGMENT_ROWS as i64 * 3 + 100;
+    let mut former =
+        SqliteConnectOptions::new().filename(spec.database()).create_if_missing(true).connect().await.unwrap();
+    former_version(&mut former).await;
+    let insert = "WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?) \
+         INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
+         SELECT 'order-' || n, n, randomblob(16), unixepoch() * 1000000000 FROM number";
+    sqlx::query(insert).bind(rows).execute(&mut former).await.unwrap();
+    former.close().await.unwrap();
+
+    let mut worker = spec.start();
+    worker.ready().await;
+    assert_eq!(spec.db().count("id_segments").await, 3);
+    let segment = SEGMENT_ROWS as i64;
+    for number in [1, segment, segment + 1, segment * 3, segment * 3 + 1, rows, 0] {
+        let id = format!("order-{number}");
+        broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", id.as_str())]), b"Order Data".to_vec()).await;
+    }
+    worker.metric("outcomes_total{outcome=\"applied\"}", 1.0).await;
+    worker.metric("outcomes_total{outcome=\"duplicate\"}", 6.0).await;
+    worker.drain().await;
+    assert_eq!(spec.db().texts("SELECT id FROM orders").await, ["order-0"]);
+    assert_eq!(spec.db().count("processed_ids").await, rows + 1);
+}
+
+/// Makes of an empty file what the version before this one made.
+async fn former_version(connection: &mut SqliteConnection) {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["0001_initial.sql", "0002_closed_letters.sql"] {
+        let migrations = Path::new(env!("CARGO_MANIFEST_DIR")).join("migrations/sqlite");
+        std::fs::copy(migrations.join(name), folder.path().join(name)).unwrap();
+    }
+    Migrator::new(folder.path()).await.unwrap().run(connection).await.unwrap();
 }

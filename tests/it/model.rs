@@ -490,7 +490,9 @@ impl Bench {
     }
 
     async fn open(&mut self) {
-        let store = Store::open(&self.database()).await.unwrap();
+        let mut store = Store::open(&self.database()).await.unwrap();
+        // So that ids are met in memory, in sealed segments, and on the way from the one to the other.
+        store.seal_after(2);
         self.inbox = Some(Inbox::new(store, self.clerk.clone(), self.retry, self.on_conflict));
     }
 
