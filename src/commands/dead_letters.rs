@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgGroup, Args, Subcommand};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::commands::new_file::NewFile;
 use crate::commands::{confirmed, operator};
@@ -18,6 +19,7 @@ use crate::handler::Handler;
 use crate::inbox::replay::{self, Replay, Replayed};
 use crate::metrics::{DbErrorClass, Label};
 use crate::outcome::Reason;
+use crate::shutdown;
 use crate::store::letters::{Closed, Closing, Envelope, Pile, SubjectPattern, Which};
 use crate::store::sqlite::letters::{Order, Range, Reader};
 use crate::store::{self, OpenError, Store};
@@ -156,6 +158,10 @@ pub enum DeadLettersError {
     NotConfirmed(usize),
     #[error("cannot write {}", .0.display())]
     File(PathBuf, #[source] io::Error),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error("stopped; {} was not written", .0.display())]
+    Stopped(PathBuf),
     #[error("cannot write the answer")]
     Output(#[from] io::Error),
 }
@@ -338,12 +344,16 @@ async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Resu
         return Ok(());
     };
     let failed = |source| DeadLettersError::File(path.clone(), source);
+    // What was begun is taken away again.
+    let stop = CancellationToken::new();
+    shutdown::listen(stop.clone(), || {}).map_err(DeadLettersError::Signals)?;
     let new = NewFile::create(&path).map_err(failed)?;
     let file = File::options().write(true).open(new.partial()).map_err(failed)?;
     let mut buffered = io::BufWriter::new(file);
-    let written = match write_all(letters, &mut reader, &mut buffered).await {
-        Err(DeadLettersError::Output(source)) => return Err(failed(source)),
-        written => written?,
+    let written = match stop.run_until_cancelled(write_all(letters, &mut reader, &mut buffered)).await {
+        None => return Err(DeadLettersError::Stopped(path)),
+        Some(Err(DeadLettersError::Output(source))) => return Err(failed(source)),
+        Some(written) => written?,
     };
     buffered.into_inner().map_err(|error| failed(error.into_error()))?;
     new.keep().map_err(failed)?;

@@ -24,7 +24,7 @@ use sqlx::{Connection, Row};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::keys::set_mode;
-use crate::support::nats::{consumer_config, headers, patient_consumer_config};
+use crate::support::nats::{consumer_config, headers, patient_consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, at_least, eventually};
 
 /// A file beside the database.
@@ -780,6 +780,39 @@ async fn a_backup_of_a_working_daemon_is_whole_and_an_old_one_is_brought_up_to_d
     spec.db().applied_once(2501).await;
     worker.ready().await;
     worker.drain().await;
+}
+
+#[tokio::test]
+async fn an_export_or_a_backup_that_is_broken_off_leaves_nothing() {
+    let server = NatsServer::start().await;
+    Broker::connect(&server).await.create(stream_config(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    // Enough for a moment in the middle.
+    let mut connection = spec.db().open_to_write().await;
+    let many = "INSERT INTO dead_letters (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, \
+                digest) SELECT n, 'ORDERS.new', n, 1, 'permanent', '', '{}', randomblob(2000), n, x'00' \
+                FROM (WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 60000) SELECT n FROM r)";
+    sqlx::query(many).execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+    let written = || {
+        let entries = std::fs::read_dir(spec.folder()).unwrap().map(Result::unwrap);
+        entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("answer")).collect::<Vec<_>>()
+    };
+    for (command, signal) in [("dead-letters export", "INT"), ("backup", "INT"), ("backup", "TERM")] {
+        let arguments: Vec<_> = command.split(' ').chain(["answer"]).collect();
+        let mut running = spec.start_with(&arguments);
+        eventually("some of it is written", PATIENCE, async || {
+            at_least(written().iter().map(|entry| entry.metadata().unwrap().len()).sum(), 1)
+        })
+        .await;
+        running.send_signal(signal);
+        running.wait_exit(PATIENCE).await;
+        let finished = running.finished();
+        assert_eq!(finished.code, Some(1), "{command}: {finished:?}");
+        assert!(finished.stderr.contains("order-processor: stopped; "), "{command}: {finished:?}");
+        assert_eq!(written().len(), 0, "{command}: {:?}", written());
+    }
 }
 
 #[tokio::test]
