@@ -107,8 +107,12 @@ async fn work(
         telemetry.counted(counts);
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
+        let paused = path.clone();
+        // On a task, so that the runtime's workers hand it what the client has read: the main thread would have to be woken for
+        // it, up to once a message.
+        let running = tokio::spawn(worker.run(stop.clone(), async move { pause::begins(&paused).await }));
         let ended = tokio::select! {
-            ended = worker.run(stop.clone(), pause::begins(path)) => ended,
+            ended = running => ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
             never = note_stop(path, &stop) => match never {},
         };
         match ended {
