@@ -55,13 +55,15 @@ impl Position {
     /// Reads `$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<published, ns>.<pending>` and the newer form,
     /// which has domain and account hash before the stream and perhaps more at its end. `None` for anything else.
     pub fn parse(reply: &str) -> Option<Self> {
-        let tokens = reply.strip_prefix("$JS.ACK.")?;
-        let mut numbers = tokens.split('.').skip(match tokens.split('.').count() {
-            7 => 2,
-            9.. => 4,
+        // Byte by byte: the tokens are shorter than what a search needs to begin.
+        let is_dot = |byte: &u8| *byte == b'.';
+        let tokens = reply.strip_prefix("$JS.ACK.")?.as_bytes();
+        let mut numbers = tokens.split(is_dot).skip(match tokens.iter().filter(|byte| is_dot(byte)).count() {
+            6 => 2,
+            8.. => 4,
             _ => return None,
         });
-        let mut next = || numbers.next();
+        let mut next = || numbers.next().and_then(|number| str::from_utf8(number).ok());
         let position = Self {
             delivered: next()?.parse().ok()?,
             stream_seq: next()?.parse().ok()?,

@@ -41,7 +41,10 @@ impl Parked {
 
     /// One has come back.
     pub fn came(&mut self, stream_seq: u64) {
-        self.due.remove(&stream_seq);
+        // Nearly always none is parked, and then there is no need to hash.
+        if !self.due.is_empty() {
+            self.due.remove(&stream_seq);
+        }
     }
 
     /// The stream has lost what came after this.
