@@ -325,28 +325,31 @@ impl Consumer {
         }
     }
 
-    /// Tells the server about one delivery. Nothing comes back: what gets lost is delivered again, and is then a duplicate.
+    /// Tells the server about deliveries. Nothing comes back: what gets lost is delivered again, and is then a duplicate.
     ///
     /// # Errors
     /// When there is no connection to send it over. Bound the time: a client that reconnects takes 2,048 and then blocks.
-    pub async fn acknowledge(&mut self, reply: &Reply, acknowledgement: Acknowledgement) -> Result<(), BindError> {
+    pub async fn acknowledge(&mut self, acknowledgements: Vec<(Reply, Acknowledgement)>) -> Result<(), BindError> {
         let client = self.connected_client()?;
-        let payload = self.payload(reply, acknowledgement);
-        client.publish(reply.subject.clone(), payload).await.map_err(|_| BindError::ClientDead)?;
-        self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
+        for (reply, acknowledgement) in acknowledgements {
+            let payload = self.payload(&reply, acknowledgement);
+            client.publish(reply.subject, payload).await.map_err(|_| BindError::ClientDead)?;
+            self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
+        }
         Ok(())
     }
 
-    /// Like [`Consumer::acknowledge`], and waits until the server says that it has it, and with it all that went before.
+    /// Like [`Consumer::acknowledge`], and waits until the server says that it has the last one, and with it all before it.
     pub async fn acknowledge_with_receipt(
         &mut self,
-        reply: &Reply,
-        acknowledgement: Acknowledgement,
+        mut acknowledgements: Vec<(Reply, Acknowledgement)>,
     ) -> Result<(), BindError> {
+        let Some((reply, acknowledgement)) = acknowledgements.pop() else { return Ok(()) };
+        self.acknowledge(acknowledgements).await?;
         let client = self.connected_client()?;
         // Not the client's double ack: that one takes any answer for a receipt, also "no responders".
-        let request = Request::new().payload(self.payload(reply, acknowledgement));
-        let answer = client.send_request(reply.subject.clone(), request).await;
+        let request = Request::new().payload(self.payload(&reply, acknowledgement));
+        let answer = client.send_request(reply.subject, request).await;
         answer.map_err(|error| BindError::NoAnswer { asked: "the last acknowledgement", error: error.to_string() })?;
         self.telemetry.metrics.acks.increment(acknowledgement.kind(), 1);
         Ok(())
@@ -1071,16 +1074,17 @@ fn arrival(message: Message) -> Option<Arrival> {
     let reply = message.reply?.into_string();
     let position = Position::parse(&reply)?;
     let reply = Reply { subject: reply, delivered: position.delivered };
-    let headers: Headers = message.headers.iter().flat_map(|headers| headers.iter()).flat_map(one_by_one).collect();
+    let mut headers = Headers::new();
+    if let Some(found) = &message.headers {
+        headers.reserve(found.len());
+        for (name, values) in found.iter() {
+            let name: &str = name.as_ref();
+            headers.extend(values.iter().map(|value| (name.to_owned(), value.as_str().to_owned())));
+        }
+    }
     let (subject, payload) = (message.subject.into_string(), message.payload);
     let raw = Raw { subject, headers, payload, position, unreadable: None };
     Some((raw, reply))
-}
-
-fn one_by_one<'a>(
-    (name, values): (&'a async_nats::HeaderName, &'a Vec<async_nats::HeaderValue>),
-) -> impl Iterator<Item = (String, String)> + 'a {
-    values.iter().map(move |value| (name.to_string(), value.as_str().to_owned()))
 }
 
 /// 409s that end one pull and mean nothing else; with the others the consumer or its leader is gone or has changed.

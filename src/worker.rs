@@ -3,6 +3,7 @@
 //! [`Worker::run`] is the path of every message. Whatever arrives during one commit is the next batch, so a lone order waits for
 //! nothing and a backlog shares its fsyncs. Only waiting is ever cancelled: a batch runs on a task of its own to its end.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::pin::pin;
 use std::sync::Arc;
@@ -317,31 +318,32 @@ impl Worker {
             let position = delivery.raw.position;
             let outcome = self.parked.park(position.stream_seq, outcome, self.limits.as_ref());
             report(&delivery, &outcome);
-            if self.held.get(&position.stream_seq).is_some_and(|held| held.published_ns == position.published_ns)
-                && let Some(held) = self.held.remove(&position.stream_seq)
+            if let Entry::Occupied(held) = self.held.entry(position.stream_seq)
+                && held.get().published_ns == position.published_ns
             {
-                acknowledgements.push((held.reply, outcome.acknowledgement()));
+                acknowledgements.push((held.remove().reply, outcome.acknowledgement()));
             }
         }
         self.waiting.put_back(undecided);
         self.telemetry.held(self.held.len());
         self.telemetry.parked(self.parked.len());
-        // While draining this may be the last word.
-        self.acknowledge(&acknowledgements, self.hurry.is_cancelled()).await;
+        // While draining this may be the last word, and what is started next is the drain's to say.
+        let draining = self.hurry.is_cancelled();
+        if !draining {
+            // The database need not wait until the server has heard of what it did.
+            self.start_job();
+        }
+        self.acknowledge(acknowledgements, draining).await;
     }
 
     /// Tells the server, and if asked waits until it has the last one, and with it all. What does not get through is delivered
     /// again and is then a duplicate. Whether all were sent.
-    async fn acknowledge(&mut self, acknowledgements: &[(Reply, Acknowledgement)], with_receipt: bool) -> bool {
-        let Some(((last, last_acknowledgement), others)) = acknowledgements.split_last() else { return true };
+    async fn acknowledge(&mut self, acknowledgements: Vec<(Reply, Acknowledgement)>, with_receipt: bool) -> bool {
         let sending = async {
-            for (reply, acknowledgement) in others {
-                self.consumer.acknowledge(reply, *acknowledgement).await?;
-            }
             if with_receipt {
-                self.consumer.acknowledge_with_receipt(last, *last_acknowledgement).await
+                self.consumer.acknowledge_with_receipt(acknowledgements).await
             } else {
-                self.consumer.acknowledge(last, *last_acknowledgement).await
+                self.consumer.acknowledge(acknowledgements).await
             }
         };
         match tokio::time::timeout(ACKNOWLEDGE_BUDGET, sending).await {
@@ -457,7 +459,7 @@ impl Worker {
     async fn surveyed(&mut self, ended: given_up::Ended) {
         let ToDo { acknowledge, with_receipt, mut take_in } = self.given_up.surveyed(ended);
         let acknowledge: Vec<_> = acknowledge.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect();
-        self.acknowledge(&acknowledge, with_receipt).await;
+        self.acknowledge(acknowledge, with_receipt).await;
         // What the stream has dropped meanwhile may have been processed, and its id pruned.
         let first = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
         take_in.retain(|(raw, _)| raw.position.stream_seq >= first);
@@ -477,7 +479,7 @@ impl Worker {
             .map(|held| (held.reply.clone(), Acknowledgement::InProgress))
             .collect();
         // What did not get out is tried again at the next tick.
-        if self.acknowledge(&due, false).await {
+        if self.acknowledge(due, false).await {
             self.held.values_mut().filter(|held| is_due(held)).for_each(|held| held.touched = now);
         }
     }
@@ -563,13 +565,14 @@ impl Worker {
         }
         let rest: Vec<_> =
             self.held.drain().map(|(_, held)| (held.reply, Acknowledgement::Nak { delay: Duration::ZERO })).collect();
-        self.acknowledge(&rest, true).await;
+        let handed_back = rest.len();
+        self.acknowledge(rest, true).await;
         if let Some(inbox) = self.inbox.take() {
             inbox.close().await.map_err(WorkerError::Close)?;
         }
         let outcomes = self.telemetry.health.status().committed_messages;
         let how = if self.cut.is_cancelled() { "cut off" } else { "drained" };
-        tracing::info!(outcomes, handed_back = rest.len(), "{how}");
+        tracing::info!(outcomes, handed_back, "{how}");
         Ok(())
     }
 
