@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -442,16 +443,20 @@ fn sort(batch: &[Delivery]) -> Option<Sorted<'_>> {
     let mut unique = Vec::with_capacity(batch.len());
     let mut kinds = Vec::with_capacity(batch.len());
     for (index, delivery) in batch.iter().enumerate() {
-        kinds.push(match (&delivery.defect, seen.get(delivery.id.as_str())) {
-            (Some((reason, error)), _) => Kind::Defective(*reason, error),
-            (None, Some(first)) if batch[*first].digest != delivery.digest => return None,
-            (None, Some(first)) => Kind::RepeatOf(*first),
-            (None, None) => {
-                seen.insert(&delivery.id, index);
+        if let Some((reason, error)) = &delivery.defect {
+            kinds.push(Kind::Defective(*reason, error));
+            continue;
+        }
+        // One look for both: hashing the ids is most of the work here.
+        match seen.entry(&delivery.id) {
+            Entry::Occupied(first) if batch[*first.get()].digest != delivery.digest => return None,
+            Entry::Occupied(first) => kinds.push(Kind::RepeatOf(*first.get())),
+            Entry::Vacant(place) => {
+                place.insert(index);
                 unique.push(delivery);
-                Kind::First
+                kinds.push(Kind::First);
             }
-        });
+        }
     }
     Some((kinds, unique))
 }

@@ -306,33 +306,31 @@ impl Worker {
 
     /// Acknowledges what a commit has decided. Everything here is durable.
     async fn settle(&mut self, batch: Vec<Delivery>, outcomes: Outcomes, took: Duration) {
-        let mut acknowledgements = Vec::with_capacity(batch.len());
-        let mut undecided = Vec::new();
-        self.telemetry.committed(batch.iter().zip(&outcomes), took);
+        let decisions = || batch.iter().zip(&outcomes);
+        self.waiting.put_back(decisions().filter(|(_, outcome)| outcome.is_none()).map(|(it, _)| it.clone()).collect());
+        // While draining, what is started next is the drain's to say.
+        let draining = self.hurry.is_cancelled();
+        if !draining {
+            // The database need not wait for what follows from its last batch.
+            self.start_job();
+        }
+        self.telemetry.committed(decisions(), took);
         tracing::debug!(messages = batch.len(), ?took, "committed");
-        for (delivery, outcome) in batch.into_iter().zip(outcomes) {
-            let Some(outcome) = outcome else {
-                undecided.push(delivery);
-                continue;
-            };
+        let mut acknowledgements = Vec::with_capacity(batch.len());
+        for (delivery, outcome) in batch.iter().zip(outcomes) {
+            let Some(outcome) = outcome else { continue };
             let position = delivery.raw.position;
             let outcome = self.parked.park(position.stream_seq, outcome, self.limits.as_ref());
-            report(&delivery, &outcome);
+            report(delivery, &outcome);
             if let Entry::Occupied(held) = self.held.entry(position.stream_seq)
                 && held.get().published_ns == position.published_ns
             {
                 acknowledgements.push((held.remove().reply, outcome.acknowledgement()));
             }
         }
-        self.waiting.put_back(undecided);
         self.telemetry.held(self.held.len());
         self.telemetry.parked(self.parked.len());
-        // While draining this may be the last word, and what is started next is the drain's to say.
-        let draining = self.hurry.is_cancelled();
-        if !draining {
-            // The database need not wait until the server has heard of what it did.
-            self.start_job();
-        }
+        // While draining this may be the last word.
         self.acknowledge(acknowledgements, draining).await;
     }
 
