@@ -47,7 +47,11 @@ enum Ids {
 
 #[tokio::main]
 async fn main() {
-    let smoke = std::env::args().any(|argument| argument == "--smoke");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let smoke = arguments.iter().any(|argument| argument == "--smoke");
+    let phases: Vec<&str> =
+        arguments.iter().map(String::as_str).filter(|argument| !argument.starts_with('-')).collect();
+    let chosen = |phase| phases.is_empty() || phases.contains(&phase);
     let plan = match smoke {
         true => Plan { orders: 5_000, rounds: 1, latency_seconds: 1, pending: 5_000, ids: 20_000, prunable: 5_000 },
         false => Plan {
@@ -60,6 +64,23 @@ async fn main() {
         },
     };
     let mut report = Report::default();
+    if chosen("rates") {
+        rates(&plan, &mut report).await;
+    }
+    if chosen("memory") {
+        memory(&plan, &mut report).await;
+    }
+    if chosen("latency") {
+        latency(&plan, &mut report).await;
+    }
+    if chosen("ids") {
+        many_ids(&plan, &mut report).await;
+    }
+    report.print(&plan);
+}
+
+/// The ceiling, new orders and duplicates.
+async fn rates(plan: &Plan, report: &mut Report) {
     let (mut ceilings, mut fresh, mut again) = (Vec::new(), Vec::new(), Vec::new());
     let wide = wide();
     for round in 1..=plan.rounds {
@@ -82,10 +103,6 @@ async fn main() {
     report.rate("no database: consume and acknowledge", ceiling, ceiling);
     report.rate("the daemon, new orders", median(&mut fresh), ceiling);
     report.rate("the daemon, every order a duplicate", median(&mut again), ceiling);
-    memory(&plan, &mut report).await;
-    latency(&plan, &mut report).await;
-    many_ids(&plan, &mut report).await;
-    report.print(&plan);
 }
 
 fn wide() -> consumer::pull::Config {
