@@ -32,7 +32,7 @@ pub fn delivery(bytes: &[u8]) {
     let position =
         position.unwrap_or(Position { delivered: 1, stream_seq: 7, consumer_seq: 9, published_ns: 1_700_000_000 });
     let payload = rest.to_vec();
-    let raw = Raw { subject, headers, payload: payload.clone().into(), position, unreadable: None };
+    let raw = Raw { subject: subject.into(), headers, payload: payload.clone().into(), position, unreadable: None };
     for pointer in [None, Some(pointer)] {
         let scheme = IdScheme { stream: "ORDERS".into(), stream_created_ns: 42, pointer: pointer.clone() };
         let delivery = Delivery::new(raw.clone(), &scheme);

@@ -1082,7 +1082,7 @@ fn arrival(message: Message) -> Option<Arrival> {
             headers.extend(values.iter().map(|value| (name.to_owned(), value.as_str().to_owned())));
         }
     }
-    let (subject, payload) = (message.subject.into_string(), message.payload);
+    let (subject, payload) = (message.subject.as_str().into(), message.payload);
     let raw = Raw { subject, headers, payload, position, unreadable: None };
     Some((raw, reply))
 }

@@ -3,6 +3,7 @@
 //! A message is stored once and may be delivered many times; everything here belongs to one handing-out of it.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -19,7 +20,8 @@ pub type Headers = Vec<(String, String)>;
 /// What the server handed out, before we made an id of it.
 #[derive(Clone, Debug)]
 pub struct Raw {
-    pub subject: String,
+    /// Shared, as the id is, with the statements that it is bound to.
+    pub subject: Arc<str>,
     pub headers: Headers,
     pub payload: Bytes,
     pub position: Position,
@@ -79,7 +81,7 @@ impl Position {
 pub struct Delivery {
     pub raw: Raw,
     /// The message id: the same for every delivery of the message, and for its repetitions by the publisher.
-    pub id: String,
+    pub id: Arc<str>,
     pub digest: Digest,
     /// Why the message is to be dead-lettered unapplied, whatever the handler would say.
     pub defect: Option<(Reason, String)>,
@@ -119,24 +121,25 @@ pub struct IdScheme {
 
 impl IdScheme {
     /// The id of a message, or why its payload cannot give the one that the pointer asks for.
-    fn derive(&self, raw: &Raw) -> Result<String, String> {
+    fn derive(&self, raw: &Raw) -> Result<Arc<str>, String> {
         let header = raw.headers.iter().find(|(name, value)| name == MESSAGE_ID_HEADER && !value.is_empty());
         if let Some((_, id)) = header {
-            return Ok(id.clone());
+            return Ok(Arc::from(id.as_str()));
         }
         if let Some(pointer) = &self.pointer {
             let value = scalar_at(&raw.payload, pointer)
                 .map_err(|error| format!("inbox.id_pointer {pointer} needs a JSON payload: {error}"))?;
             // A subject has no spaces, so two pairs of subject and value never run together into one id.
             if let Some(value) = value {
-                return Ok(format!("{} {value}", raw.subject));
+                return Ok(format!("{} {value}", raw.subject).into());
             }
         }
         Ok(self.position(raw))
     }
 
-    fn position(&self, raw: &Raw) -> String {
-        format!("{}@{}:{}:{}", self.stream, self.stream_created_ns, raw.position.stream_seq, raw.position.published_ns)
+    fn position(&self, raw: &Raw) -> Arc<str> {
+        let Position { stream_seq, published_ns, .. } = raw.position;
+        format!("{}@{}:{stream_seq}:{published_ns}", self.stream, self.stream_created_ns).into()
     }
 }
 
@@ -224,7 +227,7 @@ mod tests {
             IdScheme { stream: "ORDERS".into(), stream_created_ns: 42, pointer: pointer.map(ToOwned::to_owned) };
         let delivery = Delivery::new(raw, &scheme);
         match delivery.defect {
-            None => Ok(delivery.id),
+            None => Ok(delivery.id.to_string()),
             Some((_, error)) => Err(error),
         }
     }
@@ -334,7 +337,7 @@ mod tests {
                 (None, None) => Source::Position { stream: stream.clone(), created_ns, seq, published_ns },
             };
             let raw = Raw {
-                subject,
+                subject: subject.into(),
                 headers: header.into_iter().map(|id| (MESSAGE_ID_HEADER.to_owned(), id.to_owned())).collect(),
                 payload: payload.to_string().into(),
                 position: Position { delivered: 1, stream_seq: seq, consumer_seq: 1, published_ns },

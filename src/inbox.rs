@@ -43,7 +43,7 @@ pub struct Inbox {
     pub max_deliver: Option<u64>,
     /// The id of a message whose start is recorded and whose run ended in no outcome, since the database failed. The process
     /// lives, so that start must not count as a crash.
-    begun: Option<String>,
+    begun: Option<Arc<str>>,
 }
 
 impl Inbox {

@@ -116,7 +116,8 @@ impl Stored {
         // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
         let subject = format!("$JS.ACK.{stream}.{consumer}.{delivered}.{}.0.0.0", self.seq);
         let position = Position { delivered, stream_seq: self.seq, consumer_seq: 0, published_ns: self.published_ns };
-        let raw = Raw { subject: self.subject, headers, payload: Bytes::from(self.payload), position, unreadable };
+        let raw =
+            Raw { subject: self.subject.into(), headers, payload: Bytes::from(self.payload), position, unreadable };
         (raw, Reply { subject, delivered })
     }
 }

@@ -75,19 +75,23 @@ async fn replay_in_transaction(
     let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();
     if wish.as_new && matches!(claim, Some(Claim::Processed(known)) if known != digest) {
         // The same id each time, so that a second replay of the message finds the first one.
-        delivery.id = format!("{id}@{digest}");
+        delivery.id = format!("{id}@{digest}").into();
         claim = tx.claim(&[&delivery], now_ns).await?.pop();
     }
     let replayed = match claim {
         Some(Claim::New) | None => {
             guarded(handler, &mut tx, &[&delivery]).await?;
-            Replayed::Applied(delivery.id.clone())
+            Replayed::Applied(delivery.id.to_string())
         }
         Some(Claim::Processed(known)) if known != digest => return Ok(Replayed::Conflict),
-        Some(Claim::Processed(_) | Claim::Dead) => Replayed::Known(delivery.id.clone()),
+        Some(Claim::Processed(_) | Claim::Dead) => Replayed::Known(delivery.id.to_string()),
     };
-    let closed =
-        Closed { closing: Closing::Replayed, by: wish.by.clone(), at_ns: now_ns, applied_id: Some(delivery.id) };
+    let closed = Closed {
+        closing: Closing::Replayed,
+        by: wish.by.clone(),
+        at_ns: now_ns,
+        applied_id: Some(delivery.id.to_string()),
+    };
     tx.record_closed(&letter, &closed).await?;
     if !wish.dry_run {
         tx.commit().await?;

@@ -78,8 +78,8 @@ impl Letter {
             published_ns: published_ns.unwrap_or(*dead_at_ns),
         };
         let (headers, payload) = (self.headers.clone(), self.payload.clone());
-        let raw = Raw { subject: subject.clone(), headers, payload, position, unreadable: None };
-        Delivery { raw, id: id.clone(), digest: *digest, defect: None }
+        let raw = Raw { subject: subject.as_str().into(), headers, payload, position, unreadable: None };
+        Delivery { raw, id: id.as_str().into(), digest: *digest, defect: None }
     }
 }
 

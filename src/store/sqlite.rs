@@ -34,9 +34,10 @@ static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a starting process waits for the one before it to let go of the file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
-/// The WAL is copied into the database when it has so many pages, 32 MiB. With random ids each row dirties a page of its own,
-/// and with SQLite's default of 1,000 nearly every batch would wait for a copy (see benches/README.md).
-const CHECKPOINT_PAGES: u32 = 8_000;
+/// Of a new database. Twice SQLite's default: a backlog fills whole pages, and each costs two writes whatever its size.
+const PAGE_BYTES: u32 = 8192;
+/// The WAL is copied into the database when it has so many pages, and a commit waits for that.
+const CHECKPOINT_PAGES: u32 = 2_000;
 /// A WAL that a long reader has made larger than this is cut back when the reader has gone.
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
 /// How often that is tried, since it waits for readers as long as [`BUSY_TIMEOUT`] says.
@@ -125,6 +126,7 @@ impl Store {
             .journal_mode(SqliteJournalMode::Wal)
             // An acknowledged order must survive a power cut: NORMAL would not sync the WAL at each commit.
             .synchronous(SqliteSynchronous::Full)
+            .page_size(PAGE_BYTES)
             .pragma("wal_autocheckpoint", CHECKPOINT_PAGES.to_string())
             .pragma("journal_size_limit", WAL_LIMIT_BYTES.to_string());
         let connection = connect(&options, "opening the database").await;
@@ -423,7 +425,7 @@ impl Tx<'_> {
                 values("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES ", 4, chunk.len(), "");
             let mut arguments = SqliteArguments::default();
             for (_, delivery) in chunk {
-                bind(&mut arguments, delivery.id.as_str())?;
+                bind(&mut arguments, delivery.id.clone())?;
                 bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
                 bind(&mut arguments, delivery.digest.0.as_slice())?;
                 // A clock that is behind must not make the id look older than its message: it would be pruned too early.
@@ -453,8 +455,8 @@ impl Tx<'_> {
             );
             let mut arguments = SqliteArguments::default();
             for delivery in chunk {
-                bind(&mut arguments, delivery.id.as_str())?;
-                bind(&mut arguments, delivery.raw.subject.as_str())?;
+                bind(&mut arguments, delivery.id.clone())?;
+                bind(&mut arguments, delivery.raw.subject.clone())?;
                 bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
                 bind(&mut arguments, delivery.raw.position.published_ns)?;
                 bind(&mut arguments, delivery.raw.payload.as_ref())?;
@@ -468,8 +470,8 @@ impl Tx<'_> {
     pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<bool, Error> {
         let DeadLetter { delivery, reason, error } = letter;
         let mut arguments = SqliteArguments::default();
-        bind(&mut arguments, delivery.id.as_str())?;
-        bind(&mut arguments, delivery.raw.subject.as_str())?;
+        bind(&mut arguments, delivery.id.clone())?;
+        bind(&mut arguments, delivery.raw.subject.clone())?;
         bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
         bind(&mut arguments, to_i64(delivery.raw.position.delivered))?;
         bind(&mut arguments, reason.name())?;
@@ -530,7 +532,7 @@ impl Tx<'_> {
             let sql = values("DELETE FROM attempts WHERE id IN (VALUES ", 1, chunk.len(), ")");
             let mut arguments = SqliteArguments::default();
             for delivery in chunk {
-                bind(&mut arguments, delivery.id.as_str())?;
+                bind(&mut arguments, delivery.id.clone())?;
             }
             self.execute("forgetting attempts", sql, arguments).await?;
         }
@@ -857,7 +859,7 @@ async fn known(
         );
         let mut arguments = SqliteArguments::default();
         for index in chunk {
-            bind(&mut arguments, deliveries[*index].id.as_str())?;
+            bind(&mut arguments, deliveries[*index].id.clone())?;
             bind(&mut arguments, deliveries[*index].digest.0.as_slice())?;
             bind(&mut arguments, *index as i64)?;
         }

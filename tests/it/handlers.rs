@@ -661,7 +661,7 @@ impl Clerk {
 impl Seen {
     fn of(delivery: &Delivery) -> Self {
         Self {
-            id: delivery.id.clone(),
+            id: delivery.id.to_string(),
             stream_seq: delivery.raw.position.stream_seq,
             delivered: delivery.raw.position.delivered,
             payload: String::from_utf8_lossy(&delivery.raw.payload).into_owned(),
