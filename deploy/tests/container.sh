@@ -281,9 +281,34 @@ compose() {
     claim "Prometheus has it" eventually 40 scraped 'order_processor_consumer_ack_floor_stream_seq' 5
     claim "and its rules" equal true "$(curl -s "http://127.0.0.1:$PROMETHEUS_PORT/api/v1/rules" | json data.groups | python3 -c 'import json, sys
 print(json.dumps(all(rule["health"] != "err" for group in json.load(sys.stdin) for rule in group["rules"])))')"
+    backup_and_restore
     docker compose stop order-processor >/dev/null 2>&1
     claim "compose stop drains it" equal 0 "$(docker inspect --format '{{.State.ExitCode}}' "$(docker compose ps --all --quiet order-processor)")"
     claim "down" quietly_or_show docker compose down --volumes
+}
+
+# As the guide says it, with another image that has a shell.
+backup_and_restore() {
+    local volume=${COMPOSE_PROJECT_NAME}_orders backup=$work/backup
+    mkdir "$backup"
+    claim "back up without a shell" quietly_or_show docker compose exec -T order-processor /usr/bin/order-processor backup /data/copy.db
+    claim "fetch the copy" quietly_or_show docker compose cp order-processor:/data/copy.db "$backup/orders.db"
+    claim "publish what it lacks" quietly_or_show docker compose run --rm --no-deps order-processor publish --count 5 --start 6
+    claim "which is processed" eventually 15 compose_processed 10
+    docker compose stop order-processor >/dev/null 2>&1
+    claim "put what is there aside" quietly_or_show docker run --rm --user 65532:65532 --volume "$volume:/data" test-debian \
+        sh -c 'mkdir /data/before-restore && mv /data/orders.db* /data/before-restore/'
+    claim "put the copy in place" quietly_or_show docker run --rm --volume "$volume:/data" --volume "$backup:/backup:ro" test-debian \
+        install -o 65532 -g 65532 -m 0600 /backup/orders.db /data/orders.db
+    claim "it lacks them" compose_processed 5
+    claim "audit --repair" quietly_or_show docker compose run --rm --no-deps order-processor audit --repair
+    docker compose start order-processor >/dev/null 2>&1
+    claim "the daemon goes on" eventually 30 healthy
+    claim "with all of them" compose_processed 10
+}
+
+compose_processed() {
+    [[ $(docker compose run --rm --no-deps order-processor status --json 2>/dev/null | json processed_ids) == "$1" ]]
 }
 
 healthy() {

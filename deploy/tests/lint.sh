@@ -9,8 +9,9 @@ main() {
         check-jsonschema=check-jsonschema==0.39.0
     cd "$root/deploy"
     step "lint"
-    claim "Kubernetes manifests follow the schemas of 1.37" kubernetes-validate --strict kubernetes/order-processor.yaml kubernetes/secret.yaml
-    claim "and of 1.29" kubernetes-validate --strict --kubernetes-version 1.29 kubernetes/order-processor.yaml kubernetes/secret.yaml
+    local manifests=(kubernetes/order-processor.yaml kubernetes/secret.yaml kubernetes/desk.yaml)
+    claim "Kubernetes manifests follow the schemas of 1.37" kubernetes-validate --strict "${manifests[@]}"
+    claim "and of 1.29" kubernetes-validate --strict --kubernetes-version 1.29 "${manifests[@]}"
     # The schema of a ServiceMonitor is in no package: it is only linted as YAML.
     claim "the grace period is above the deadline of the drain" grace_period
     claim "the settings in the ConfigMap are valid" settings_are_valid
