@@ -5,8 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 orders=20000
-# PROFILE=release for the image as users build it, which takes several times as long.
-profile=${PROFILE:-dev}
 engine=$work/engine
 prometheus_image=
 export DOCKER_CONFIG=$work/docker-config

@@ -4,6 +4,8 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 kept=$root/.tools/deploy
+# PROFILE=release for package and image as users build them, which takes several times as long.
+profile=${PROFILE:-dev}
 mkdir -p "$kept"
 work=$(mktemp -d)
 nats_server=
@@ -110,10 +112,12 @@ pip_install() {
     export PATH=$kept/venv/bin:$PATH
 }
 
-# The daemon, dev profile. Sets $order_processor.
+# The daemon. Sets $order_processor.
 build_daemon() {
-    (cd "$root" && cargo build --locked --quiet --bin order-processor)
-    order_processor=${CARGO_TARGET_DIR:-$root/target}/debug/order-processor
+    local folder=$profile
+    [[ $profile != dev ]] || folder=debug
+    (cd "$root" && cargo build --locked --quiet --profile "$profile" --bin order-processor)
+    order_processor=${CARGO_TARGET_DIR:-$root/target}/$folder/order-processor
 }
 
 # A small Debian of the same release as this machine, so that what is built here runs there. Sets $debian, a tar archive with
