@@ -4,7 +4,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 unit=order-processor.service
-orders=20000
+# More than can be through before somebody says stop.
+[[ $profile == dev ]] && orders=20000 || orders=100000
 guest=$work/guest
 leader=
 
