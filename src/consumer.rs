@@ -69,8 +69,11 @@ const GAP_PAUSE: Duration = Duration::from_millis(100);
 const HEADER_ROOM_BYTES: usize = 64 * 1024;
 /// Deliveries handed on at once.
 const CHUNK_MAX: usize = 256;
-/// Messages given up by the server that are fetched at once.
+/// Messages given up by the server that are fetched at once, and how many may wait for it. The rest is looked for.
 const GIVEN_UP_MAX: usize = 100;
+const ADVISED_MAX: usize = 10_000;
+/// Until they are fetched again after a failure.
+const ADVISED_AGAIN: Duration = Duration::from_secs(5);
 
 /// The way to one durable pull consumer.
 pub struct Consumer {
@@ -86,6 +89,8 @@ pub struct Consumer {
     last: Option<(i128, i128)>,
     /// Deliveries that came in while it was in doubt whose they are.
     stash: Vec<Arrival>,
+    /// What the server was heard to give up and what was not fetched yet. It outlives a connection: the server says it once.
+    advised: Vec<Advised>,
     /// A connection was lost while deliveries were on their way: one of them may be to blame.
     suspicious: bool,
     /// Up to here no message in the stream is unreadable.
@@ -148,8 +153,11 @@ struct Session {
     /// The search for messages that the client cannot parse, after a loss.
     scan: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
     records: Records,
-    /// The messages that the server was heard to give up, on their way.
+    /// The first of the messages that the server was heard to give up, on their way: so many, and not before this.
     given_up: Option<BoxFuture<'static, Result<Vec<Arrival>, BindError>>>,
+    given_up_count: usize,
+    given_up_due: Instant,
+    given_up_reminder: Reminder,
 }
 
 /// What the consumer allows and when it delivers again.
@@ -220,6 +228,8 @@ pub enum BindError {
     /// Of a command's question.
     #[error(transparent)]
     Denied(#[from] connection::Denied),
+    #[error("stream or consumer was created anew meanwhile")]
+    Another,
     #[error("the client has ended")]
     ClientDead,
 }
@@ -236,6 +246,7 @@ impl BindError {
             | Self::NoJetStream
             | Self::NoAnswer { .. }
             | Self::Denied(_)
+            | Self::Another
             | Self::ClientDead => false,
         }
     }
@@ -261,6 +272,7 @@ impl Consumer {
             client: None,
             last: None,
             stash: Vec::new(),
+            advised: Vec::new(),
             suspicious: false,
             clean_through: Arc::default(),
             ack_floor: 0,
@@ -306,7 +318,8 @@ impl Consumer {
                         self.lose(Trouble::dead());
                         continue;
                     };
-                    let into = Intake { stash: &mut self.stash, positions: &mut self.positions };
+                    let into =
+                        Intake { stash: &mut self.stash, advised: &mut self.advised, positions: &mut self.positions };
                     let step = session.step(link, &self.config, room, self.info_every, into).await;
                     if std::mem::take(&mut session.heard) {
                         self.telemetry.pulls_work();
@@ -391,7 +404,7 @@ impl Consumer {
             let patience = deadline.min(Instant::now() + LULL);
             let Ok(Some(message)) = tokio::time::timeout_at(patience, link.inbox.next()).await else { break };
             // Trouble is no longer of interest: we are leaving.
-            let mut into = Intake { stash: &mut arrived, positions: &mut self.positions };
+            let mut into = Intake { stash: &mut arrived, advised: &mut self.advised, positions: &mut self.positions };
             if session.take_in(message, &mut into).is_err() {
                 break;
             }
@@ -440,12 +453,14 @@ impl Consumer {
         self.telemetry.consumer_seen(&view);
         if another_stream || another_consumer {
             // They are about the one before.
+            self.advised.clear();
             while let Some(Some(_)) = link.advisories.next().now_or_never() {}
         }
         let records = Records {
             client: link.client.clone(),
             stream: found.consumer.stream_name.clone(),
             consumer: found.consumer.name.clone(),
+            created,
             filters: quarantine::filters(&found.consumer.config).into_iter().map(ToOwned::to_owned).collect(),
             start: Start::of(&found.consumer),
         };
@@ -525,6 +540,8 @@ impl Consumer {
         for notice in notices {
             match notice {
                 Notice::Gone { from, to } => {
+                    let stream = self.last.map_or(0, |(stream, _)| stream);
+                    let Some(from) = self.telemetry.news_of_gone(stream, from, to) else { continue };
                     let messages = to - from + 1;
                     metrics.messages_expired.increment(messages);
                     tracing::error!(
@@ -545,9 +562,13 @@ impl Consumer {
                     );
                 }
                 Notice::Rewound { from, to } => {
-                    metrics.stream_rewinds.increment(1);
+                    self.telemetry.rewound();
                     // The sequences come again, with other messages.
                     self.clean_through = Arc::default();
+                    self.advised.clear();
+                    if let State::Bound(session) = &mut self.state {
+                        session.given_up = None;
+                    }
                     tracing::error!(
                         from,
                         to,
@@ -590,6 +611,7 @@ impl Consumer {
             | BindError::NoJetStream
             | BindError::NoAnswer { .. }
             | BindError::Denied(_)
+            | BindError::Another
             | BindError::Refused(_) => {}
         }
         if let BindError::NoAnswer { .. } = error {
@@ -651,6 +673,7 @@ enum Step {
 /// What deliveries go into.
 struct Intake<'a> {
     stash: &'a mut Vec<Arrival>,
+    advised: &'a mut Vec<Advised>,
     positions: &'a mut Positions,
 }
 
@@ -676,6 +699,9 @@ impl Session {
             scan: None,
             records,
             given_up: None,
+            given_up_count: 0,
+            given_up_due: now,
+            given_up_reminder: Reminder::default(),
         }
     }
 
@@ -710,6 +736,11 @@ impl Session {
         mut into: Intake<'_>,
     ) -> Result<Step, Trouble> {
         self.pull(link, config, room).await?;
+        if self.given_up.is_none() && !into.advised.is_empty() && self.given_up_due <= Instant::now() {
+            let first: Vec<Advised> = into.advised.iter().take(GIVEN_UP_MAX).copied().collect();
+            self.given_up_count = first.len();
+            self.given_up = Some(self.records.clone().advised(first).boxed());
+        }
         tokio::select! {
             message = link.inbox.next() => {
                 self.take_in(message.ok_or_else(Trouble::dead)?, &mut into)?;
@@ -741,20 +772,22 @@ impl Session {
                 }
                 Ok(Step::Arrived)
             }
-            Some(first) = link.advisories.next(), if self.given_up.is_none() => {
-                let mut advised: Vec<Advised> = Advised::parse(&first.payload).into_iter().collect();
-                while advised.len() < GIVEN_UP_MAX && let Some(Some(more)) = link.advisories.next().now_or_never() {
-                    advised.extend(Advised::parse(&more.payload));
-                }
-                self.given_up = Some(self.records.clone().advised(advised).boxed());
+            Some(first) = link.advisories.next(), if into.advised.len() < ADVISED_MAX => {
+                into.advised.extend(Advised::parse(&first.payload));
                 Ok(Step::Arrived)
             }
             given_up = wait_for(&mut self.given_up) => {
                 self.given_up = None;
                 match given_up {
-                    Ok(given_up) => Ok(Step::GivenUp(given_up)),
+                    Ok(given_up) => {
+                        into.advised.drain(..self.given_up_count);
+                        Ok(Step::GivenUp(given_up))
+                    }
                     Err(error) => {
-                        tracing::warn!(%error, "cannot fetch messages that the server has given up, they are looked for later");
+                        self.given_up_due = Instant::now() + ADVISED_AGAIN;
+                        if self.given_up_reminder.is_due(&error.to_string()) {
+                            tracing::warn!(%error, "cannot fetch messages that the server has given up, trying again");
+                        }
                         Ok(Step::Arrived)
                     }
                 }

@@ -1,13 +1,14 @@
 //! Finds the messages that the server has given up while nobody listened.
 //!
 //! The server says how many there are and not which. What it neither delivers any more nor waits for, and what this database
-//! neither knows as processed nor as a dead letter, is one of them. If there are more of those than the server has given up,
-//! another database has part of the orders, and nothing is concluded.
+//! neither knows as processed nor as a dead letter, is one of them, or was acknowledged by somebody else, or is one that the
+//! server has forgotten. So all that is unknown is counted: only if that is no more than the server has given up, each of them is
+//! lost for certain. Else nothing is concluded about any of them, and what comes later is judged for itself: [`Judged`].
 
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use crate::config::Retention;
+use crate::config::{OnConflict, Retention};
 use crate::consumer::{Arrival, BindError, Records};
 use crate::delivery::{Delivery, IdScheme, Reply, unix_ns};
 use crate::health::ConsumerView;
@@ -15,8 +16,8 @@ use crate::store::sqlite::Lookup;
 use crate::store::{self, Claim, OpenError};
 
 /// Sequences looked at in one go. From the top down: what was given up lately is near the end.
-const BLOCK: u64 = 500;
-/// Messages looked at in one step; also, at least so many are looked at before anything is concluded.
+const BLOCK: u64 = 1000;
+/// Messages looked at in one step.
 const MESSAGES_MAX: usize = 20_000;
 
 /// What a survey needs. It runs beside the worker and only reads.
@@ -25,13 +26,25 @@ pub struct Survey {
     pub scheme: IdScheme,
     pub database: PathBuf,
     pub retention: Retention,
+    pub on_conflict: OnConflict,
     pub view: ConsumerView,
+    /// What needs no look.
+    pub judged: Judged,
     /// What the dead letters will name as the last delivery.
     pub max_deliver: u64,
     /// No more than this of what was found is kept; the next survey finds the rest.
     pub bytes_max: usize,
     /// What the steps so far found.
     pub progress: Progress,
+}
+
+/// The part of the stream about which there is nothing more to find out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Judged {
+    /// Up to this sequence.
+    pub through: u64,
+    /// So many of the messages that the server counts as given up are in it.
+    pub given_up: u64,
 }
 
 #[derive(Default)]
@@ -47,7 +60,7 @@ pub struct Progress {
 pub struct Surveyed {
     /// Of those that were processed. What the server has given up may be among them.
     pub processed: Vec<Reply>,
-    /// How many the server must have given up.
+    /// How many the server must have given up, by the figures that led to the survey.
     pub evidence: u64,
     /// Deliveries were pending, and some of what was given up may be above the floor still.
     pub pending: bool,
@@ -55,13 +68,25 @@ pub struct Surveyed {
 }
 
 pub enum Conclusion {
-    /// Fewer were found than were given up, and there are messages below.
+    /// There are messages below that were not looked at.
     GoOn(Box<Survey>),
     /// `lost` were never processed and will never be delivered again; of the youngest of them `arrivals` is kept.
-    Done { arrivals: Vec<Arrival>, lost: u64, from: u64, to: u64 },
+    Done { arrivals: Vec<Arrival>, lost: u64, looked_at: LookedAt },
+    /// More are unknown than were certainly given up: which ones were lost cannot be told.
+    CannotTell { unknown: u64, looked_at: LookedAt },
 }
 
-/// Why nothing could be concluded.
+/// What a survey was about.
+#[derive(Clone, Copy, Debug)]
+pub struct LookedAt {
+    pub from: u64,
+    /// How many of the messages were given up at the least; exactly, if nothing is pending.
+    pub given_up: u64,
+    /// All of it, if nothing is pending.
+    pub judged: Judged,
+}
+
+/// Why there is no conclusion.
 #[derive(Debug, thiserror::Error)]
 pub enum SurveyError {
     #[error(transparent)]
@@ -70,27 +95,6 @@ pub enum SurveyError {
     Open(#[from] OpenError),
     #[error("the database cannot be read")]
     Database(#[from] store::Error),
-    #[error(
-        "the server has given up {given_up} of the messages that it delivered, but this database knows nothing of more than \
-         that among messages {from} to {to}: another database has part of them, or they were not for this consumer when it \
-         passed them; which ones were lost cannot be told; `order-processor audit` lists all that this database does not know"
-    )]
-    Ambiguous { given_up: u64, from: u64, to: u64 },
-    #[error(
-        "this database knows nothing of some of the messages {from} to {to}; as long as deliveries are pending it cannot be \
-         told whether the server has given them up; `order-processor audit` lists them"
-    )]
-    Pending { from: u64, to: u64 },
-}
-
-impl SurveyError {
-    /// Another try may have another result although the server's figures stay.
-    pub fn is_passing(&self) -> bool {
-        match self {
-            Self::Server(_) | Self::Open(_) | Self::Database(_) | Self::Pending { .. } => true,
-            Self::Ambiguous { .. } => false,
-        }
-    }
 }
 
 impl Survey {
@@ -101,17 +105,17 @@ impl Survey {
 
     /// One step.
     pub async fn run(mut self) -> Result<Surveyed, SurveyError> {
-        let evidence = Self::evidence(&self.view);
+        let view = &self.view;
+        let pending = view.num_ack_pending > 0;
         // With nothing pending the floor may lag behind: it moves only with an acknowledgement.
-        let settled = match self.view.num_ack_pending {
-            0 => self.view.delivered_stream_seq,
-            _ => self.view.ack_floor_stream_seq,
-        };
+        let settled = if pending { view.ack_floor_stream_seq } else { view.delivered_stream_seq };
         let start = self.records.start;
-        let first = self.view.stream_first_seq.max(start.seq).max(1);
+        let first = view.stream_first_seq.max(start.seq).max(self.judged.through + 1);
         let mut lookup = Lookup::open(&self.database).await?;
         let oldest = lookup.oldest_processed_at().await?;
         let told_since = start.ns.max(pruned_before(self.retention, oldest, unix_ns(SystemTime::now())));
+        // What was published since took the sequence of a message that the server has lost, and is yet to be delivered.
+        let looked_at_ns = unix_ns(view.last_published_at);
         let mut to = self.progress.to.unwrap_or(settled);
         let (mut processed, mut looked_at) = (Vec::new(), 0);
         while to >= first && looked_at < MESSAGES_MAX {
@@ -122,28 +126,38 @@ impl Survey {
                 block.iter().map(|(raw, _)| Delivery::new(raw.clone(), &self.scheme)).collect();
             let claims = lookup.known(&deliveries.iter().collect::<Vec<_>>()).await?;
             for ((arrival, delivery), claim) in block.into_iter().zip(&deliveries).zip(claims) {
-                match claim {
-                    // It was never for the consumer, or its id was pruned.
-                    Claim::New if delivery.raw.position.published_ns < told_since => {}
-                    Claim::New => self.progress.add(arrival, delivery.bytes(), self.bytes_max),
-                    Claim::Processed(_) | Claim::Dead => processed.push(arrival.1),
+                let position = delivery.raw.position;
+                let is_unknown = match claim {
+                    _ if position.published_ns < start.ns || position.published_ns > looked_at_ns => continue,
+                    // Its id may be pruned.
+                    Claim::New if position.published_ns < told_since => continue,
+                    Claim::New => true,
+                    Claim::Processed(digest) => digest != delivery.digest && self.on_conflict == OnConflict::DeadLetter,
+                    Claim::Dead => false,
+                };
+                match is_unknown {
+                    true => self.progress.add(arrival, delivery.bytes(), self.bytes_max),
+                    false => processed.push(arrival.1),
                 }
-            }
-            if self.progress.lost_count > evidence {
-                return Err(match self.view.num_ack_pending {
-                    0 => SurveyError::Ambiguous { given_up: evidence, from, to: settled },
-                    _ => SurveyError::Pending { from, to: settled },
-                });
             }
             to = from - 1;
         }
-        let pending = self.view.num_ack_pending > 0;
-        let conclusion = if to >= first && self.progress.lost_count < evidence {
+        self.records.still_there().await?;
+        let evidence = Self::evidence(&self.view);
+        if to >= first {
             self.progress.to = Some(to);
-            Conclusion::GoOn(Box::new(self))
+            return Ok(Surveyed { processed, evidence, pending, conclusion: Conclusion::GoOn(Box::new(self)) });
+        }
+        let Progress { lost: arrivals, lost_count: lost, .. } = self.progress;
+        // What the server counts may be elsewhere: in the part that was judged, or above.
+        let above = self.view.delivered_stream_seq.saturating_sub(settled);
+        let given_up = self.view.num_redelivered.saturating_sub(self.judged.given_up).saturating_sub(above);
+        let judged = Judged { through: settled, given_up: self.view.num_redelivered };
+        let looked_at = LookedAt { from: first, given_up, judged };
+        let conclusion = if lost <= given_up {
+            Conclusion::Done { arrivals, lost, looked_at }
         } else {
-            let Progress { lost: arrivals, lost_count: lost, .. } = self.progress;
-            Conclusion::Done { arrivals, lost, from: to + 1, to: settled }
+            Conclusion::CannotTell { unknown: lost, looked_at }
         };
         Ok(Surveyed { processed, evidence, pending, conclusion })
     }

@@ -28,6 +28,8 @@ pub struct Telemetry {
     /// Optional permissions that we lack and that were spoken of.
     lacks: Mutex<BTreeSet<&'static str>>,
     connection: Mutex<Reminder>,
+    /// Up to which sequence of which stream, by the time of its creation, it was said that messages are gone.
+    gone: Mutex<(i128, u64)>,
     processed_ids: AtomicU64,
     dead_letters: AtomicU64,
 }
@@ -42,6 +44,7 @@ impl Telemetry {
             denied: Mutex::default(),
             lacks: Mutex::default(),
             connection: Mutex::default(),
+            gone: Mutex::default(),
             processed_ids: AtomicU64::new(0),
             dead_letters: AtomicU64::new(0),
         }
@@ -97,6 +100,23 @@ impl Telemetry {
     /// A fresh look at stream and consumer.
     pub fn consumer_seen(&self, view: &ConsumerView) {
         self.health.set_consumer(view.clone());
+    }
+
+    /// Messages `from` to `to` of a stream are gone. From where on that is news: each worker and each pause looks anew.
+    pub fn news_of_gone(&self, stream_created_ns: i128, from: u64, to: u64) -> Option<u64> {
+        let mut gone = self.gone.lock().unwrap_or_else(PoisonError::into_inner);
+        if gone.0 != stream_created_ns {
+            *gone = (stream_created_ns, 0);
+        }
+        let from = from.max(gone.1 + 1);
+        gone.1 = gone.1.max(to);
+        (from <= to).then_some(from)
+    }
+
+    /// The sequences of the stream come a second time.
+    pub fn rewound(&self) {
+        self.metrics.stream_rewinds.increment(1);
+        *self.gone.lock().unwrap_or_else(PoisonError::into_inner) = (0, 0);
     }
 
     /// How many messages wait for their retry.

@@ -214,7 +214,7 @@ impl Worker {
                     Event::Bound { limits, stream_created_ns, former, view } => {
                         tick = ticks(limits.ack_wait);
                         self.bound(limits, stream_created_ns, former);
-                        self.given_up.bound();
+                        self.given_up.bound(&view);
                         self.seen(view);
                     }
                 },
@@ -383,6 +383,7 @@ impl Worker {
             // alone and would hit a message of the new stream: nobody is told.
             self.held.clear();
             self.parked.clear();
+            self.given_up.forget();
             self.view = None;
             for (raw, reply) in former {
                 if raw.position.published_ns < stream_created_ns {
@@ -438,12 +439,14 @@ impl Worker {
             tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
         }
         let max_deliver = self.max_deliver();
-        self.given_up.seen(&view, max_deliver, || {
+        self.given_up.seen(&view, max_deliver, |judged| {
             Some(Survey {
                 records: self.consumer.records()?,
                 scheme: self.scheme.clone(),
                 database: self.config.database.path.clone(),
                 retention: self.config.inbox.retention,
+                on_conflict: self.config.inbox.on_conflict,
+                judged,
                 view: view.clone(),
                 max_deliver: max_deliver.unwrap_or(1),
                 bytes_max: self.config.batch.max_bytes,

@@ -7,6 +7,7 @@
 
 use async_nats::Client;
 use async_nats::jetstream::consumer::{DeliverPolicy, Info};
+use futures_util::{StreamExt, TryStreamExt, stream};
 use serde::Deserialize;
 
 use super::quarantine::{message_at, next_message};
@@ -41,9 +42,15 @@ pub struct Records {
     pub client: Client,
     pub stream: String,
     pub consumer: String,
+    /// When both were created: what tells them from others of the same name.
+    pub created: (i128, i128),
     pub filters: Vec<String>,
     pub start: Start,
 }
+
+/// Sequences that are read one after the other, and how many such runs at once.
+const RUN: u64 = 50;
+const RUNS: usize = 8;
 
 /// What is older than this was never for the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,15 +80,24 @@ impl Records {
             let stored = message_at(&self.client, &self.stream, stream_seq).await?;
             found.extend(stored.map(|stored| stored.into_last_arrival(&self.stream, &self.consumer, deliveries)));
         }
+        self.still_there().await?;
         Ok(found)
     }
 
     /// The messages from sequence `from` to `to`, as if each had just had its `delivered`th delivery.
     pub async fn between(&self, from: u64, to: u64, delivered: u64) -> Result<Vec<Arrival>, BindError> {
+        let starts = (from..=to).step_by(usize::try_from(RUN).unwrap_or(usize::MAX));
+        let runs = starts.map(|start| self.run(start, to.min(start + RUN - 1), delivered));
+        let runs: Vec<Vec<Arrival>> = stream::iter(runs).buffered(RUNS).try_collect().await?;
+        Ok(runs.into_iter().flatten().collect())
+    }
+
+    async fn run(&self, from: u64, to: u64, delivered: u64) -> Result<Vec<Arrival>, BindError> {
         let mut found = Vec::new();
         for filter in &self.filters {
             let mut next = from;
-            while let Some(stored) = next_message(&self.client, &self.stream, next, filter).await?
+            while next <= to
+                && let Some(stored) = next_message(&self.client, &self.stream, next, filter).await?
                 && stored.seq <= to
             {
                 next = stored.seq + 1;
@@ -89,5 +105,14 @@ impl Records {
             }
         }
         Ok(found)
+    }
+
+    /// Whether what was read until now is of this very stream, and this consumer's.
+    ///
+    /// # Errors
+    /// [`BindError::Another`] if it may be of others.
+    pub async fn still_there(&self) -> Result<(), BindError> {
+        let found = super::look(&self.client, &self.stream, &self.consumer).await?;
+        if found.created() == self.created { Ok(()) } else { Err(BindError::Another) }
     }
 }

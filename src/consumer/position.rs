@@ -35,6 +35,8 @@ pub struct Positions {
     /// Of the last delivery. Two in a row show that nobody else got one in between.
     consumer_seq: u64,
     gaps: Vec<Gap>,
+    /// The first message that came with a sequence that another one had before: the stream lost its tail and has grown again.
+    second: Option<u64>,
     last: Option<Look>,
 }
 
@@ -50,6 +52,8 @@ struct Gap {
 pub struct Look {
     first: u64,
     last: u64,
+    /// When the last one was published.
+    last_ns: i128,
     delivered: u64,
     delivered_consumer_seq: u64,
     floor: u64,
@@ -64,6 +68,7 @@ impl Look {
         Self {
             first: state.first_sequence,
             last: state.last_sequence,
+            last_ns: state.last_timestamp.unix_timestamp_nanos(),
             delivered: consumer.delivered.stream_sequence,
             delivered_consumer_seq: consumer.delivered.consumer_sequence,
             floor: consumer.ack_floor.stream_sequence,
@@ -88,8 +93,18 @@ impl Positions {
         self.seen(look)
     }
 
-    /// One delivery came. Whether it leaves a gap that wants a look.
+    /// One delivery came. Whether it wants a look: it leaves a gap, or has the sequence of another message.
     pub fn delivered(&mut self, position: Position) -> bool {
+        // An empty stream says that its last message came in the year 1.
+        let is_second = |last: &Look| {
+            last.last_ns > 0 && position.stream_seq <= last.last && i128::from(position.published_ns) > last.last_ns
+        };
+        if self.second.is_none() && self.last.as_ref().is_some_and(is_second) {
+            self.second = Some(position.stream_seq);
+            self.accounted = self.accounted.min(position.stream_seq);
+            self.consumer_seq = position.consumer_seq;
+            return true;
+        }
         let in_turn = position.consumer_seq == self.consumer_seq + 1;
         self.consumer_seq = position.consumer_seq;
         let (from, to) = (self.accounted + 1, position.stream_seq.saturating_sub(1));
@@ -105,10 +120,12 @@ impl Positions {
     pub fn seen(&mut self, look: Look) -> Vec<Notice> {
         let mut notices = Vec::new();
         let before = self.last.replace(look);
+        let second = self.second.take();
         if let Some(before) = before
-            && look.last < before.last
+            && (look.last < before.last || second.is_some())
         {
-            notices.push(Notice::Rewound { from: before.last, to: look.last });
+            let to = second.map_or(look.last, |second| look.last.min(second.saturating_sub(1)));
+            notices.push(Notice::Rewound { from: before.last, to });
             self.accounted = self.accounted.min(look.delivered);
             self.gaps.clear();
             return notices;
@@ -164,7 +181,8 @@ mod tests {
     use super::*;
 
     fn look(first: u64, last: u64, delivered: u64, pending: u64) -> Look {
-        Look { first, last, delivered, delivered_consumer_seq: delivered, floor: delivered, pending, filtered: false }
+        let (delivered_consumer_seq, floor, last_ns) = (delivered, delivered, i128::from(last));
+        Look { first, last, last_ns, delivered, delivered_consumer_seq, floor, pending, filtered: false }
     }
 
     fn delivery(consumer_seq: u64, stream_seq: u64) -> Position {
@@ -238,6 +256,18 @@ mod tests {
         assert_eq!(positions.bound(look(1, 5, 5, 0), false), [Notice::Rewound { from: 10, to: 5 }]);
         assert_eq!(positions.seen(look(1, 5, 5, 0)), []);
         assert_eq!(positions.seen(look(8, 10, 5, 3)), [Notice::Gone { from: 6, to: 7 }]);
+    }
+
+    #[test]
+    fn a_stream_that_lost_its_tail_and_has_grown_past_it_before_the_next_look_shows_by_its_messages() {
+        let mut positions = bound(1, 10, 10);
+        let published = |stream_seq, published_ns| Position { published_ns, ..delivery(stream_seq, stream_seq) };
+        assert!(!positions.delivered(published(8, 8)), "again, as it was");
+        assert!(positions.delivered(published(8, 11)), "published after the tenth");
+        positions.delivered(published(9, 12));
+        assert_eq!(positions.seen(look(1, 20, 9, 11)), [Notice::Rewound { from: 10, to: 7 }]);
+        assert_eq!(positions.seen(look(1, 20, 9, 11)), []);
+        assert!(!positions.delivered(published(10, 13)));
     }
 
     #[test]

@@ -28,6 +28,18 @@ const RAW_HEADERS: &str = "(header block, base64)";
 
 /// Looks at what is delivered and not acknowledged, beyond `clean_through`, and raises that.
 pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -> Result<Vec<Arrival>, BindError> {
+    let unreadable = read(&client, &found, &clean_through).await?;
+    // The ids of what was found are made for this stream: it must not be another one that was read.
+    if !unreadable.is_empty() {
+        let now = super::look(&client, &found.consumer.stream_name, &found.consumer.name).await?;
+        if now.created().0 != found.created().0 {
+            return Err(BindError::Another);
+        }
+    }
+    Ok(unreadable)
+}
+
+async fn read(client: &Client, found: &Found, clean_through: &AtomicU64) -> Result<Vec<Arrival>, BindError> {
     let (stream, consumer, config) = (&found.consumer.stream_name, &found.consumer.name, &found.consumer.config);
     let from = found.consumer.ack_floor.stream_sequence.max(clean_through.load(Ordering::Relaxed)) + 1;
     let to = found.consumer.delivered.stream_sequence;
@@ -37,7 +49,7 @@ pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -
     for filter in &filters {
         let mut next = from;
         for _ in 0..SCAN_MAX {
-            let stored = next_message(&client, stream, next, filter).await?;
+            let stored = next_message(client, stream, next, filter).await?;
             let Some(stored) = stored.filter(|stored| stored.seq <= to) else { break };
             next = stored.seq + 1;
             if let Some(why) = why_unreadable(&stored.subject, &stored.headers) {

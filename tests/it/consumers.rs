@@ -10,6 +10,7 @@ use async_nats::jetstream::consumer::{self, DeliverPolicy, PullConsumer};
 use async_nats::jetstream::stream;
 use futures_util::StreamExt;
 use sqlx::{Connection, Row, SqliteConnection};
+use tokio_util::sync::CancellationToken;
 
 use crate::handlers::{Bench, Clerk};
 use crate::support::nats::{CONSUMER, STREAM, consumer_config, headers, stream_config};
@@ -48,11 +49,16 @@ async fn hand_back(broker: &Broker, stream_seqs: &[u64], deliveries: i64) {
 
 /// As [`hand_back`], until the server has given them up.
 async fn give_up(broker: &Broker, stream_seqs: &[u64]) {
+    use_up(broker, stream_seqs).await;
+    given_up(broker, stream_seqs.len()).await;
+}
+
+/// As [`hand_back`], until there is nothing more to hand back.
+async fn use_up(broker: &Broker, stream_seqs: &[u64]) {
     hand_back(broker, stream_seqs, MAX_DELIVER).await;
-    // It notices when it is asked for more.
+    // The server notices when it is asked for more.
     let consumer: PullConsumer = broker.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
     assert!(consumer.fetch().messages().await.unwrap().next().await.is_none(), "nothing is left to be delivered");
-    given_up(broker, stream_seqs.len()).await;
 }
 
 /// Waits until the server has given up so many messages. Nothing else shows it: they are not pending any more.
@@ -305,6 +311,25 @@ async fn an_order_that_another_database_has_is_not_taken_for_given_up() {
 }
 
 #[tokio::test]
+async fn an_order_that_another_database_has_is_not_taken_for_one_given_up_above_while_deliveries_are_pending() {
+    let (server, broker) =
+        Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
+    broker.publish("Order Data 1").await;
+    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
+    broker.publish_numbered(2..=3).await;
+    give_up(&broker, &[2, 3]).await;
+    broker.edit_consumer(consumer::pull::Config { ack_wait: PATIENCE, ..six_deliveries() }).await;
+    broker.publish("Order Data 4").await;
+    take_one(&broker).await;
+
+    // Two given up, one pending, and one below the ack floor that this database does not know.
+    let spec = DaemonSpec::new(server.url());
+    let worker = spec.start();
+    worker.logged(&["ERROR", "nothing of some of the messages 1 to 1", "pending"]).await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
+}
+
+#[tokio::test]
 async fn what_is_only_pending_is_not_taken_for_given_up() {
     let (server, broker) = Broker::with(six_deliveries()).await;
     broker.publish("Order Data 1").await;
@@ -321,6 +346,125 @@ async fn what_is_only_pending_is_not_taken_for_given_up() {
     at_peace(&broker).await;
     worker.drain().await;
     assert_eq!(spec.db().count("dead_letters").await, 0);
+}
+
+/// Two orders under one id. The first is processed, the server gives the second up, and the worker finds that.
+async fn given_up_under_a_used_id(on_conflict: &str) -> Vec<String> {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let short = stream::Config { duplicate_window: Duration::from_millis(100), ..stream_config() };
+    broker.create(short, six_deliveries()).await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.on_conflict", on_conflict);
+    let id = || headers(&[("Nats-Msg-Id", "one")]);
+    broker.publish_to("ORDERS.new", id(), b"Order Data 1".to_vec()).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    broker.publish_anew("ORDERS.new", id(), b"Order Data 2".to_vec()).await;
+    give_up(&broker, &[2]).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    at_peace(&broker).await;
+    spec.run_ok(&["audit"]).await;
+    assert_eq!(spec.db().count("orders").await, 1);
+    spec.db().texts("SELECT reason || ': ' || CAST(payload AS TEXT) FROM dead_letters").await
+}
+
+#[tokio::test]
+async fn an_order_given_up_under_the_id_of_another_one_is_a_conflict_as_with_any_delivery() {
+    assert_eq!(given_up_under_a_used_id("dead-letter").await, ["conflict: Order Data 2"]);
+    assert_eq!(given_up_under_a_used_id("duplicate").await, Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn an_order_given_up_later_is_found_although_of_earlier_ones_nothing_can_be_told() {
+    let (server, broker) =
+        Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
+    broker.publish_numbered(1..=3).await;
+    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
+    broker.publish("Order Data 4").await;
+    give_up(&broker, &[4]).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.logged(&["ERROR", "says 1 of messages 1 to 4", "knows nothing of 4", "cannot be told"]).await;
+
+    worker.freeze();
+    eventually("its request for messages is over", PATIENCE, async || {
+        equal(broker.consumer_info().await.num_waiting, 0)
+    })
+    .await;
+    broker.publish("Order Data 5").await;
+    use_up(&broker, &[5]).await;
+    given_up(&broker, 2).await;
+    worker.thaw();
+    spec.db().has("dead_letters", 1).await;
+    given_up(&broker, 1).await;
+    assert_eq!(spec.db().texts("SELECT CAST(payload AS TEXT) FROM dead_letters").await, ["Order Data 5"]);
+    worker.drain().await;
+}
+
+/// Plays somebody who gets orders and says nothing, and comes back whenever the server does, until it is told to stop.
+async fn drops_what_it_gets(url: String, stop: CancellationToken) {
+    let options = async_nats::ConnectOptions::new().reconnect_delay_callback(|_| Duration::from_millis(20));
+    let jetstream = async_nats::jetstream::new(options.connect(url).await.unwrap());
+    let taken = async || {
+        let consumer: PullConsumer = jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.ok()?;
+        let pull = consumer.batch().max_messages(100).expires(Duration::from_millis(300));
+        let mut messages = pull.messages().await.ok()?;
+        while let Some(Ok(_)) = messages.next().await {}
+        Some(())
+    };
+    while !stop.is_cancelled() {
+        drop(tokio::time::timeout(Duration::from_secs(1), taken()).await);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_order_is_left_behind_when_others_drop_what_they_get_and_the_server_is_killed_again_and_again() {
+    const ROUNDS: u64 = 5;
+    const ORDERS: u64 = 400;
+    // What it has confirmed it must still have.
+    let always = ServerSpec { jetstream: "sync_interval: always".into(), ..ServerSpec::default() };
+    let mut server = NatsServer::with(always).await;
+    let options = async_nats::ConnectOptions::new().reconnect_delay_callback(|_| Duration::from_millis(50));
+    let broker = Broker::connect_with(&server, options).await;
+    broker.create(stream_config(), consumer::pull::Config { max_deliver: 3, ..six_deliveries() }).await;
+    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "2");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let stop = CancellationToken::new();
+    let others = [(); 3].map(|()| tokio::spawn(drops_what_it_gets(server.url(), stop.clone())));
+    for round in 0..ROUNDS {
+        // The server gives up what it last delivered before it was killed when it is back, and the worker does not hear of it.
+        worker.freeze();
+        broker.publish_numbered(round * ORDERS + 1..=(round + 1) * ORDERS).await;
+        eventually("some have had their last delivery", PATIENCE, async || {
+            let info = broker.try_consumer_info().await?;
+            if info.delivered.consumer_sequence >= (round + 1) * ORDERS * 5 / 2 {
+                Ok(())
+            } else {
+                Err(format!("{info:?}"))
+            }
+        })
+        .await;
+        server.kill9();
+        server.restart().await;
+        eventually("the server answers", PATIENCE, async || broker.try_consumer_info().await).await;
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        worker.thaw();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    stop.cancel();
+    for other in others {
+        other.await.unwrap();
+    }
+    let db = spec.db();
+    eventually("each order is applied or a dead letter", PATIENCE, async || {
+        equal(db.count("orders").await + db.count("dead_letters").await, i64::try_from(ROUNDS * ORDERS).unwrap())
+    })
+    .await;
+    at_peace(&broker).await;
+    println!("{} of {} orders were given up", db.count("dead_letters").await, ROUNDS * ORDERS);
+    spec.run_ok(&["audit"]).await;
+    worker.drain().await;
 }
 
 #[tokio::test]
@@ -392,6 +536,26 @@ async fn orders_that_the_stream_dropped_while_no_worker_ran_are_counted_and_name
     let lost = worker.metrics().await.get("messages_expired_total").unwrap();
     assert_eq!(spec.db().count("orders").await, 14 - lost as i64);
     assert_eq!(lines(&worker, &["messages 1 to 6"]), 0);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn orders_that_the_stream_dropped_are_not_counted_again_by_the_worker_after_a_pause() {
+    let (server, broker) = stream_that_keeps(4, consumer_config()).await;
+    broker.publish_numbered(1..=10).await;
+    // The server delivers nothing for as long as the test lasts: the gap stays where it is.
+    pause(&broker, Duration::from_secs(3600)).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    worker.metric("messages_expired_total", 6.0).await;
+    spec.run_ok(&["pause"]).await;
+    worker.logged(&["WARN", "nothing is processed until"]).await;
+    broker.publish_numbered(11..=12).await;
+    spec.run_ok(&["resume"]).await;
+    worker.metric("messages_expired_total", 8.0).await;
+    assert_eq!(lines(&worker, &["messages 1 to 6 are gone"]), 1);
+    worker.logged(&["ERROR", "messages 7 to 8 are gone"]).await;
     worker.drain().await;
 }
 
