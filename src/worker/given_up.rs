@@ -26,6 +26,8 @@ pub struct GivenUp {
     begun: bool,
     /// How many the server had given up by its own figures when we last looked for them.
     looked_into: u64,
+    /// And deliveries were pending then, so it could not tell all.
+    while_pending: bool,
     /// How many they were when we acknowledged all that was processed, in case it was among them.
     acknowledged: Option<u64>,
     /// The next look brings another survey: for the rest, or to see what the acknowledgements made of the figures.
@@ -90,6 +92,7 @@ impl GivenUp {
         if evidence == 0 {
             (self.go_on, self.again_at, self.acknowledged) = (false, None, None);
         }
+        let settled = self.while_pending && view.num_ack_pending == 0 && evidence > 0;
         if view.num_redelivered == 0 && view.num_ack_pending == 0 {
             // Whatever is unknown up to here was not given up, or the server has forgotten it: no figure will ever tell.
             self.judged.set(Judged { through: view.delivered_stream_seq, given_up: 0 });
@@ -100,12 +103,13 @@ impl GivenUp {
         if again_is_due && self.set_aside {
             self.judged = Boundary::default();
         }
-        if (at_start || self.go_on || again_is_due || evidence > self.looked_into)
+        if (at_start || self.go_on || again_is_due || settled || evidence > self.looked_into)
             && self.survey.is_none()
             && let Some(survey) = survey(self.judged.now)
         {
             self.begun = true;
             self.looked_into = evidence;
+            self.while_pending = view.num_ack_pending > 0;
             self.again_at = None;
             self.go_on = false;
             self.survey = Some(tokio::spawn(survey.run()));
@@ -164,9 +168,7 @@ impl GivenUp {
             self.go_on = lost > kept;
         }
         if pending {
-            if lost < given_up {
-                self.again_at = Some(Instant::now() + AGAIN);
-            }
+            self.again_at = Some(Instant::now() + AGAIN);
             return;
         }
         if lost == 0 {
