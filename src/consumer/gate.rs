@@ -8,6 +8,10 @@ use async_nats::jetstream::stream::{Info as StreamInfo, StorageType};
 
 use crate::config::Config;
 
+/// What the server gives a consumer that is made without the setting (nats-server 2.15). Enough for a steady flow, so no reason
+/// for a warning.
+const SERVER_MAX_ACK_PENDING: usize = 1000;
+
 /// Something about the server's side that is wrong, with both values and the command that mends it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
@@ -102,7 +106,8 @@ fn consumer_warnings(consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding
         ));
     }
     let batch = ours.batch_max_messages;
-    if config.max_ack_pending > 0 && usize::try_from(config.max_ack_pending).is_ok_and(|pending| pending < batch) {
+    let few = batch.min(SERVER_MAX_ACK_PENDING);
+    if config.max_ack_pending > 0 && usize::try_from(config.max_ack_pending).is_ok_and(|pending| pending < few) {
         warn(format!(
             "consumer {name} has max_ack_pending {}, less than batch.max_messages {batch}: batches stay smaller; \
              run `nats consumer edit {stream} {name} --max-pending={}`, or lower batch.max_messages",

@@ -268,10 +268,11 @@ async fn each_command_says_of_a_damaged_database_that_it_is_and_what_to_do() {
     // The schema and the list of migrations are whole; what is counted, listed and looked up is not.
     let roots = "SELECT rootpage FROM sqlite_schema WHERE rootpage > 0 AND tbl_name NOT LIKE '\\_sqlx%' ESCAPE '\\'";
     let roots: Vec<i64> = spec.db().rows(roots).await.iter().map(|row| row.get(0)).collect();
+    let page = usize::try_from(spec.db().scalar("PRAGMA page_size").await).unwrap();
     let mut bytes = std::fs::read(spec.database()).unwrap();
     for root in roots {
-        let at = usize::try_from(root - 1).unwrap() * 4096;
-        bytes[at..at + 4096].fill(0xff);
+        let at = usize::try_from(root - 1).unwrap() * page;
+        bytes[at..at + page].fill(0xff);
     }
     std::fs::write(spec.database(), &bytes).unwrap();
     let line = format!("{} is damaged; keep the file, and restore a backup", spec.database().display());

@@ -14,6 +14,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
+use futures_util::TryStreamExt;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
@@ -180,20 +181,23 @@ impl Ids {
     async fn read_rows(&mut self, connection: &mut SqliteConnection) -> Result<Fresh, Error> {
         let room = self.segment_rows.saturating_sub(self.open.len());
         // One more, to see whether there is more.
-        let rows = sqlx::query("SELECT row, id, digest FROM processed_ids WHERE row > ? ORDER BY row LIMIT ?")
+        let mut rows = sqlx::query("SELECT row, id, digest FROM processed_ids WHERE row > ? ORDER BY row LIMIT ?")
             .bind(self.last_row)
             .bind(room as i64 + 1)
-            .fetch_all(connection)
-            .await
-            .map_err(|source| Error::new(INDEXING, source))?;
-        for row in rows.iter().take(room) {
+            .fetch(connection);
+        let mut left = room;
+        while let Some(row) = rows.try_next().await.map_err(|source| Error::new(INDEXING, source))? {
+            if left == 0 {
+                return Ok(Fresh::NotYet);
+            }
+            left -= 1;
             // Any other length is no digest of ours, and equals none.
             let digest = Digest(row.get::<&[u8], _>(2).try_into().unwrap_or_default());
             self.last_row = row.get(0);
             self.open.insert(Key::of(row.get(1)), Open { row: self.last_row, digest });
             self.open_rows += 1;
         }
-        Ok(if rows.len() > room { Fresh::NotYet } else { Fresh::Yes })
+        Ok(Fresh::Yes)
     }
 
     /// Whether the open segment is due to be sealed.
