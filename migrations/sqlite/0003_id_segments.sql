@@ -22,11 +22,11 @@ CREATE TABLE id_segments (
     segment   INTEGER PRIMARY KEY,
     first_row INTEGER NOT NULL,
     last_row  INTEGER NOT NULL,
-    filter    BLOB    NOT NULL -- a Bloom filter of the ids
+    filter    BLOB    NOT NULL -- a Bloom filter of the ids, then 8 bytes of hash
 ) STRICT;
 
 -- The ids of a segment by their hash, in 256 pages. Page number: segment * 256 + the first byte of the hash.
 CREATE TABLE id_pages (
     page    INTEGER PRIMARY KEY,
-    entries BLOB    NOT NULL -- in order, 8 bytes each, little-endian: 32 bits of the hash above the row less first_row
+    entries BLOB    NOT NULL -- in order, 8 bytes each, little-endian: 32 bits of the hash above the row less first_row; then 8 bytes of hash over it all
 ) STRICT;

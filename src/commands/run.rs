@@ -28,6 +28,8 @@ const UPKEEP_EVERY: Duration = Duration::from_secs(5);
 /// How often a paused daemon looks whether the pause is over, and what the server has meanwhile.
 const PAUSE_LOOK_EVERY: Duration = Duration::from_secs(1);
 const PAUSED_INFO_EVERY: Duration = Duration::from_secs(2);
+/// How long the note of a stop may take.
+const NOTE_PATIENCE: Duration = Duration::from_secs(1);
 const OPEN_RETRY_EVERY: Duration = Duration::from_secs(1);
 /// How often progress is shown on a terminal, and in lines elsewhere.
 const BAR_EVERY: Duration = Duration::from_millis(100);
@@ -110,10 +112,11 @@ async fn work(
         let paused = path.clone();
         // On a task, so that the runtime's workers hand it what the client has read: the main thread would have to be woken for
         // it, up to once a message.
-        let running = tokio::spawn(worker.run(stop.clone(), async move { pause::begins(&paused).await }));
+        let told = CancellationToken::new();
+        let running = tokio::spawn(worker.run(told.clone(), async move { pause::begins(&paused).await }));
         let ended = tokio::select! {
             ended = running => ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
-            never = note_stop(path, &stop) => match never {},
+            never = pass_on(&stop, path, &told) => match never {},
         };
         match ended {
             Ok(Ended::Done) => return Ok(()),
@@ -130,10 +133,15 @@ async fn work(
     Ok(())
 }
 
-/// Notes the stop where the next process finds it if this one is ended before it has drained, by a second signal or by SIGKILL.
-async fn note_stop(database: &Path, stop: &CancellationToken) -> Infallible {
+/// Passes the stop on to the worker, noted first where the next process finds it if this one is ended before it has drained, by a
+/// second signal or by SIGKILL.
+async fn pass_on(stop: &CancellationToken, database: &Path, told: &CancellationToken) -> Infallible {
     stop.cancelled().await;
-    lock::sign_as_stopping(database);
+    let database = database.to_owned();
+    let noting = tokio::task::spawn_blocking(move || lock::sign_as_stopping(&database));
+    // A disk that hangs does not hold the stop up.
+    drop(tokio::time::timeout(NOTE_PATIENCE, noting).await);
+    told.cancel();
     std::future::pending().await
 }
 

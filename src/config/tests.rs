@@ -52,7 +52,7 @@ fn the_defaults_are_those_of_the_design() {
     let expected = Config {
         nats: Nats { url: "nats://127.0.0.1:4222".into(), auth: Auth::None, tls: Tls::default() },
         consumer: Consumer { stream: "ORDERS".into(), name: "order-processor".into() },
-        batch: Batch { max_messages: 4000, max_bytes: 8 << 20 },
+        batch: Batch { max_messages: 2000, max_bytes: 8 << 20 },
         retry: Retry { max_attempts: 5, min_delay: secs(1), max_delay: secs(300) },
         inbox: Inbox { on_conflict: OnConflict::DeadLetter, id_pointer: None, retention: Retention::Auto },
         database: Database { url: "sqlite://order-processor.db".into(), path: "order-processor.db".into() },

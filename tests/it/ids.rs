@@ -310,6 +310,56 @@ async fn by_hand(database: &Path, sql: &str) {
     writer.close().await.unwrap();
 }
 
+/// A hole in the index would let an order through twice.
+#[tokio::test]
+async fn damage_to_the_index_of_the_ids_stops_the_daemon_and_without_the_index_it_is_made_anew() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.on_conflict", "duplicate");
+    let mut worker = spec.start();
+    worker.ready().await;
+    worker.drain().await;
+    let mut writer = spec.db().open_to_write().await;
+    fill(&mut writer, SEGMENT_ROWS as i64 * 2).await;
+    writer.close().await.unwrap();
+    let mut worker = spec.start();
+    worker.ready().await;
+    worker.drain().await;
+    assert_eq!(spec.db().count("id_segments").await, 2);
+    broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", "order-1")]), b"Order Data".to_vec()).await;
+
+    let whole = std::fs::read(spec.database()).unwrap();
+    for damage in [
+        "UPDATE id_segments SET filter = zeroblob(length(filter)) WHERE segment = 1",
+        "UPDATE id_segments SET filter = x'' WHERE segment = 2",
+        "DELETE FROM id_segments WHERE segment = 1",
+        "UPDATE id_pages SET entries = zeroblob(length(entries))",
+        "UPDATE id_pages SET entries = (SELECT entries FROM id_pages WHERE page = 300) WHERE page < 512",
+        "DELETE FROM id_pages",
+    ] {
+        by_hand(&spec.database(), damage).await;
+        let finished = spec.run(&["run"]).await;
+        assert_eq!(finished.code, Some(2), "{damage}: {finished:?}");
+        assert!(finished.stderr.contains("damaged"), "{damage}: {finished:?}");
+        assert_eq!(spec.db().count("orders").await, 0, "{damage}");
+        std::fs::write(spec.database(), &whole).unwrap();
+        // So that the order comes again at once.
+        broker.delete_consumer().await;
+        broker.create_consumer(consumer_config()).await;
+    }
+    by_hand(&spec.database(), "DELETE FROM id_segments").await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    assert_eq!((spec.db().count("id_segments").await, spec.db().count("orders").await), (2, 0));
+    broker.acknowledged(1).await;
+}
+
+/// Puts ids of processed orders into the table by hand.
+async fn fill(connection: &mut SqliteConnection, rows: i64) {
+    let insert = "WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?) \
+         INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
+         SELECT 'order-' || n, n, randomblob(16), unixepoch() * 1000000000 FROM number";
+    sqlx::query(insert).bind(rows).execute(connection).await.unwrap();
+}
+
 /// As many rows as three segments have, and some more.
 #[tokio::test]
 async fn a_database_from_before_the_segments_keeps_all_its_ids() {
@@ -319,10 +369,7 @@ async fn a_database_from_before_the_segments_keeps_all_its_ids() {
     let mut former =
         SqliteConnectOptions::new().filename(spec.database()).create_if_missing(true).connect().await.unwrap();
     former_version(&mut former).await;
-    let insert = "WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?) \
-         INSERT INTO processed_ids (id, stream_seq, digest, processed_at) \
-         SELECT 'order-' || n, n, randomblob(16), unixepoch() * 1000000000 FROM number";
-    sqlx::query(insert).bind(rows).execute(&mut former).await.unwrap();
+    fill(&mut former, rows).await;
     former.close().await.unwrap();
 
     let mut worker = spec.start();

@@ -20,14 +20,19 @@ use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::{bind, chunks, values};
 use crate::delivery::{Delivery, Digest};
+use crate::metrics::DbErrorClass;
 use crate::store::Error;
 
 /// Ids that are sealed together. They take 3 MiB of memory before, and 150 kB for their filter after.
 pub const SEGMENT_ROWS: usize = 50_000;
 const PAGES: i64 = 256;
-/// With 24 bits an id and 8 probes one filter in 25,000 says that it may have an id that it has not.
-const FILTER_BITS: usize = 24 * SEGMENT_ROWS;
+/// Positions of a filter in which all probes for an id are: 2 KiB in memory, so that a look waits for one page of memory only.
+const BLOCK: usize = 512;
+/// 24 bits an id, in whole blocks. With 8 probes, one filter in 11,000 says that it may have an id that it has not.
+const FILTER_BITS: usize = (24 * SEGMENT_ROWS).next_multiple_of(BLOCK);
 const PROBES: usize = 8;
+/// Of a hash at the end of each page and filter: a bit that is wrong in there would make an id look new.
+const CHECK_BYTES: usize = 8;
 /// Pages that are in memory for a moment, 1.6 kB each.
 const PAGES_AT_ONCE: usize = 256;
 const LOOKING_UP: &str = "looking ids up";
@@ -164,6 +169,19 @@ impl Ids {
         for segment in self.segments.extract_if(.., |known| !same(known)) {
             self.filters.remove(segment.number);
         }
+        // What is not in the index would look new.
+        if !there
+            .is_sorted_by(|(before, _, last_row), (number, first_row, _)| *number == before + 1 && first_row > last_row)
+        {
+            return Err(damaged("a segment is missing".to_owned()));
+        }
+        if let Some((_, first_row, _)) = there.first() {
+            let rows = "SELECT EXISTS (SELECT 1 FROM processed_ids WHERE row < ?)";
+            let before = sqlx::query_scalar(rows).bind(first_row).fetch_one(&mut *connection).await.map_err(failed)?;
+            if before {
+                return Err(damaged("the first segment is missing".to_owned()));
+            }
+        }
         let last_known = self.segments.last().map_or(i64::MIN, |segment| segment.number);
         for (number, first_row, last_row) in there.into_iter().filter(|(number, ..)| *number > last_known) {
             let filter: Vec<u8> = sqlx::query_scalar("SELECT filter FROM id_segments WHERE segment = ?")
@@ -171,7 +189,10 @@ impl Ids {
                 .fetch_one(&mut *connection)
                 .await
                 .map_err(failed)?;
-            self.filters.add(number, &filter);
+            match checked(number, &filter).filter(|filter| filter.len() == FILTER_BITS / 8) {
+                Some(filter) => self.filters.add(number, filter),
+                None => return Err(damaged(format!("the filter of segment {number} is not what was written"))),
+            }
             self.segments.push(Segment { number, first_row, last_row });
         }
         Ok(())
@@ -224,15 +245,17 @@ impl Ids {
             }
         }
         let sql = "INSERT INTO id_segments (segment, first_row, last_row, filter) VALUES (?, ?, ?, ?)";
-        let segment = sqlx::query(sql).bind(number).bind(first_row).bind(self.last_row).bind(&filter);
+        let segment =
+            sqlx::query(sql).bind(number).bind(first_row).bind(self.last_row).bind(with_check(number, filter.clone()));
         segment.execute(&mut *connection).await.map_err(failed)?;
         let mut arguments = SqliteArguments::default();
         for (page, entries) in (number * PAGES..).zip(&mut pages) {
             entries.sort_unstable();
             bind(&mut arguments, page)?;
-            bind(&mut arguments, entries.iter().flat_map(|entry| entry.to_le_bytes()).collect::<Vec<u8>>())?;
+            bind(&mut arguments, with_check(page, entries.iter().flat_map(|entry| entry.to_le_bytes()).collect()))?;
         }
-        let sql = values("INSERT INTO id_pages (page, entries) VALUES ", 2, pages.len(), "");
+        // There are pages already if somebody has deleted the segments, so that the index is made anew.
+        let sql = values("INSERT OR REPLACE INTO id_pages (page, entries) VALUES ", 2, pages.len(), "");
         sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await.map_err(failed)?;
 
         self.filters.add(number, &filter);
@@ -307,9 +330,16 @@ impl Ids {
                 bind(&mut arguments, *page)?;
             }
             let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut *connection).await;
-            for row in rows.map_err(|source| Error::new(LOOKING_UP, source))? {
+            let rows = rows.map_err(|source| Error::new(LOOKING_UP, source))?;
+            if rows.len() < chunk.len() {
+                return Err(damaged("a page is missing".to_owned()));
+            }
+            for row in rows {
                 let page: i64 = row.get(0);
-                let entries = Entries(row.get::<&[u8], _>(1).as_chunks().0);
+                let Some(entries) = checked(page, row.get(1)) else {
+                    return Err(damaged(format!("page {page} is not what was written")));
+                };
+                let entries = Entries(entries.as_chunks().0);
                 while let Some(lead) = leads.next_if(|lead| lead.page() <= page) {
                     let at = self.segments.binary_search_by_key(&lead.segment, |segment| segment.number);
                     if lead.page() == page
@@ -415,6 +445,31 @@ async fn verify(
     Ok(())
 }
 
+/// The bytes of a page or a filter of that number, with their hash.
+fn with_check(number: i64, mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes.extend(check(number, &bytes));
+    bytes
+}
+
+/// The bytes without their hash, if it is theirs.
+fn checked(number: i64, stored: &[u8]) -> Option<&[u8]> {
+    let (bytes, found) = stored.split_last_chunk()?;
+    (*found == check(number, bytes)).then_some(bytes)
+}
+
+fn check(number: i64, bytes: &[u8]) -> [u8; CHECK_BYTES] {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&number.to_le_bytes()).update(bytes);
+    let mut check = [0; CHECK_BYTES];
+    check.copy_from_slice(&hasher.finalize().as_bytes()[..CHECK_BYTES]);
+    check
+}
+
+/// SQLite finds what is wrong with its own pages; what is wrong with ours is as bad.
+fn damaged(what: String) -> Error {
+    Error { doing: INDEXING, class: DbErrorClass::Corrupt, source: sqlx::Error::Protocol(what) }
+}
+
 /// One id in a page.
 fn entry(key: Key, offset: u32) -> u64 {
     u64::from(key.tag()) << 32 | u64::from(offset)
@@ -479,13 +534,14 @@ impl Key {
         u32::from_be_bytes([a, b, c, d])
     }
 
-    /// The positions of the id in a filter (double hashing: Kirsch and Mitzenmacher 2006).
+    /// The positions of the id in a filter: a block, and in there by double hashing (Kirsch and Mitzenmacher 2006).
     fn probes(self) -> [usize; PROBES] {
         let [.., a, b, c, d, e, f, g, h] = self.0;
-        let (first, step) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]) | 1);
+        let block = (u64::from(u32::from_le_bytes([a, b, c, d])) * (FILTER_BITS / BLOCK) as u64) >> 32;
+        let (first, step) = (u16::from_le_bytes([e, f]), u16::from_le_bytes([g, h]) | 1);
         std::array::from_fn(|probe| {
-            let hash = first.wrapping_add(step.wrapping_mul(probe as u32));
-            ((u64::from(hash) * FILTER_BITS as u64) >> 32) as usize
+            let place = first.wrapping_add(step.wrapping_mul(probe as u16));
+            block as usize * BLOCK + usize::from(place) % BLOCK
         })
     }
 }
@@ -501,6 +557,9 @@ struct Group {
     segments: [Option<i64>; 32],
     positions: Box<[u32]>,
 }
+
+/// Of a byte, in a form in which four of them can be looked at at once.
+const BITS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
 impl Filters {
     /// The segments that may have the id.
@@ -530,8 +589,8 @@ impl Filters {
         if let Some((group, place)) = free {
             group.segments[place] = Some(segment);
             for (positions, byte) in group.positions.chunks_mut(8).zip(filter) {
-                for (bit, position) in positions.iter_mut().enumerate() {
-                    *position |= u32::from(byte >> bit & 1) << place;
+                for (position, bit) in positions.iter_mut().zip(BITS) {
+                    *position |= if u32::from(*byte) & bit == 0 { 0 } else { 1 << place };
                 }
             }
         }
