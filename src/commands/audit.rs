@@ -24,7 +24,7 @@ use crate::outcome::Outcome;
 use crate::retry::RetryPolicy;
 use crate::shutdown;
 use crate::store::sqlite::Lookup;
-use crate::store::{self, Claim, OpenError, Store};
+use crate::store::{self, Claim, OpenError, Store, lock};
 use crate::survey::pruned_before;
 
 /// Chunks that were read and not looked up yet.
@@ -34,7 +34,7 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// What does not fit into a line, below the options.
 pub const AFTER_HELP: &str = "\
 Reads the stream beside the consumer and changes nothing, also while the daemon runs. Ids are derived with the settings of now: \
-after a change of inbox.id_pointer, messages from before it look missing.
+with another inbox.id_pointer than the daemon's, messages show as processed under another id. Those are never applied again.
 
 --repair takes the lock on the database. `order-processor pause` makes a running daemon give it up, `resume` goes on.";
 
@@ -79,7 +79,7 @@ pub enum AuditError {
     Output(#[from] io::Error),
 }
 
-/// Checks all there is to check. `false` if a message is missing and was not repaired.
+/// Checks all there is to check. `false` if a message is missing and was not repaired, or was processed under another id.
 pub async fn run(
     config: Config,
     handler: Arc<dyn Handler>,
@@ -125,7 +125,7 @@ async fn audit(
     report.finish(audit.next, ended.is_ok())?;
     ended?;
     closed.map_err(|source| AuditError::Database { next: audit.next, source })?;
-    Ok(report.summary.missing == report.summary.repaired)
+    Ok(report.summary.missing == report.summary.repaired && report.summary.other_id == 0)
 }
 
 /// The client ends in a panic over some messages that it cannot parse. The walk notices and reads them another way.
@@ -141,7 +141,14 @@ fn keep_quiet_about_the_client() {
 }
 
 async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox, OpenError> {
-    let mut store = Store::open(&config.database.path).await?;
+    let opened = Store::open(&config.database.path).await.map_err(|error| match error {
+        OpenError::Held { path, holder } if !lock::is_repair(&holder) => OpenError::Held {
+            path,
+            holder: format!("{holder} (if that is the daemon, run `order-processor pause` first)"),
+        },
+        other => other,
+    });
+    let mut store = opened?;
     store.sign_as_repair();
     Ok(Inbox::new(store, handler, RetryPolicy::from(&config.retry), config.inbox.on_conflict))
 }
@@ -306,6 +313,7 @@ impl Audit {
         if !missing.is_empty() {
             let gone = self.forget_what_is_gone(&mut missing).await?;
             report.gone(gone);
+            let missing = self.set_other_ids_apart(missing, report).await?;
             self.handle(missing, report).await?;
             if self.stop.is_cancelled() && self.inbox.is_some() {
                 return Ok(());
@@ -340,6 +348,25 @@ impl Audit {
             }
         }
         Ok(gone)
+    }
+
+    /// With settings that make other ids than the daemon's, all looks missing that it has processed. Applied, it would be so twice.
+    async fn set_other_ids_apart<W: Write>(
+        &mut self,
+        missing: Vec<(Delivery, &'static str)>,
+        report: &mut Report<'_, W>,
+    ) -> Result<Vec<(Delivery, &'static str)>, AuditError> {
+        let deliveries: Vec<&Delivery> = missing.iter().map(|(delivery, _)| delivery).collect();
+        let other_ids = self.lookup.other_ids(&deliveries).await;
+        let other_ids = other_ids.map_err(|source| AuditError::Database { next: self.next, source })?;
+        let mut rest = Vec::new();
+        for ((delivery, why), other_id) in missing.into_iter().zip(other_ids) {
+            match other_id {
+                Some(id) => report.other_id(&delivery, &id)?,
+                None => rest.push((delivery, why)),
+            }
+        }
+        Ok(rest)
     }
 
     /// Applies what is missing, if so asked, and says of each message what came of it.
@@ -420,6 +447,8 @@ struct Summary {
     missing: u64,
     /// Of the missing ones.
     repaired: u64,
+    /// Processed, but under another id than the settings of now give them; not among the missing ones.
+    other_id: u64,
     /// Messages that left the stream during the audit before they were checked, and the last one of them.
     gone: u64,
     gone_through: u64,
@@ -483,6 +512,12 @@ impl<'a, W: Write> Report<'a, W> {
         self.say(delivery, what, why)
     }
 
+    fn other_id(&mut self, delivery: &Delivery, id: &str) -> io::Result<()> {
+        self.summary.other_id += 1;
+        let why = format!("processed under another id, {id}; is inbox.id_pointer the daemon's?");
+        self.say(delivery, "other id", &why)
+    }
+
     fn say(&mut self, delivery: &Delivery, what: &str, why: &str) -> io::Result<()> {
         let position = delivery.raw.position;
         let age = Duration::from_nanos(
@@ -527,11 +562,15 @@ impl<'a, W: Write> Report<'a, W> {
         if summary.from > summary.to {
             return Ok(());
         }
-        let Summary { stream, from, processed, dead_letters, cannot_be_told, missing, repaired, .. } = &*summary;
+        let Summary { stream, from, processed, dead_letters, cannot_be_told, missing, repaired, other_id, .. } =
+            &*summary;
         write!(self.out, "stream {stream}, messages {from} to {}: ", next.saturating_sub(1))?;
         write!(self.out, "{processed} processed, {dead_letters} dead letters, {missing} missing")?;
         if *repaired > 0 {
             write!(self.out, ", {repaired} of them repaired")?;
+        }
+        if *other_id > 0 {
+            write!(self.out, ", {other_id} processed under another id")?;
         }
         if *cannot_be_told > 0 {
             write!(self.out, ", {cannot_be_told} older than inbox.retention that cannot be told")?;

@@ -362,6 +362,38 @@ impl Lookup {
         Ok(known)
     }
 
+    /// The id under which each of `deliveries` was processed, if that is another than its own: same place in the stream, same
+    /// digest, and not before it was published, which would be a message of a former stream. Reads all of `processed_ids`.
+    pub async fn other_ids(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Option<String>>, Error> {
+        const DOING: &str = "looking for other ids";
+        let Some(oldest) = deliveries.iter().map(|delivery| delivery.raw.position.published_ns).min() else {
+            return Ok(Vec::new());
+        };
+        let seqs: Vec<i64> = deliveries.iter().map(|delivery| to_i64(delivery.raw.position.stream_seq)).collect();
+        let rows = sqlx::query(
+            "SELECT id, stream_seq, digest, processed_at FROM processed_ids \
+             WHERE processed_at >= ?1 AND stream_seq IN (SELECT value FROM json_each(?2)) ORDER BY row",
+        )
+        .bind(oldest)
+        .bind(serde_json::json!(seqs).to_string())
+        .fetch_all(&mut self.connection)
+        .await
+        .map_err(|source| Error::new(DOING, source))?;
+        let mut by_seq: HashMap<i64, Vec<&SqliteRow>> = HashMap::new();
+        for row in &rows {
+            by_seq.entry(row.get("stream_seq")).or_default().push(row);
+        }
+        let other_id = |(delivery, seq): (&&Delivery, &i64)| {
+            let of_it = |row: &&&SqliteRow| {
+                row.get::<&[u8], _>("digest") == delivery.digest.0
+                    && row.get::<i64, _>("processed_at") >= delivery.raw.position.published_ns
+                    && row.get::<&str, _>("id") != &*delivery.id
+            };
+            by_seq.get(seq)?.iter().find(of_it).map(|row| row.get("id"))
+        };
+        Ok(deliveries.iter().zip(&seqs).map(other_id).collect())
+    }
+
     /// When the oldest of the ids that are kept was processed.
     pub async fn oldest_processed_at(&mut self) -> Result<Option<i64>, Error> {
         sqlx::query_scalar("SELECT processed_at FROM processed_ids ORDER BY row LIMIT 1")

@@ -127,6 +127,11 @@ async fn what_is_missing_is_repaired_through_the_handler_and_only_once() {
     assert_eq!(spec.db().count("orders").await, 5);
     assert_eq!(count(&spec.run(&["audit", "--json"]).await, "missing"), 5, "beside the running daemon");
 
+    let finished = spec.run(&["audit", "--repair"]).await;
+    assert_eq!(finished.code, Some(2), "{finished:?}");
+    let words =
+        format!("in use by process {} (if that is the daemon, run `order-processor pause` first)", worker.pid());
+    assert!(finished.stderr.contains(&words), "{finished:?}");
     spec.run_ok(&["pause"]).await;
     let finished = spec.run_ok(&["audit", "--repair", "--json"]).await;
     assert_eq!((count(&finished, "missing"), count(&finished, "repaired")), (5, 5));
@@ -139,6 +144,46 @@ async fn what_is_missing_is_repaired_through_the_handler_and_only_once() {
     broker.publish("Order Data 11").await;
     spec.db().has("orders", 11).await;
     worker.drain().await;
+}
+
+/// An operator's shell lacks what the daemon's unit sets: every order has another id there.
+#[tokio::test]
+async fn what_was_processed_under_another_id_is_not_applied_again_and_said_to_be_so() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
+    for number in 1..=4 {
+        broker.publish(format!("{{\"id\": \"A{number}\"}}")).await;
+    }
+    spec.run_ok(&["run", "--until-idle"]).await;
+    execute(&spec, "DELETE FROM orders WHERE stream_seq >= 3").await;
+    // One is missing, and one only looks processed: that was before it was published, in a former stream.
+    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 3").await;
+    execute(&spec, "UPDATE processed_ids SET processed_at = 1 WHERE stream_seq = 4").await;
+    let spec = spec.unset("inbox.id_pointer");
+
+    let plain = spec.run(&["audit", "--json"]).await;
+    let repaired = spec.run(&["audit", "--repair"]).await;
+
+    assert_eq!(spec.db().count("orders").await, 4, "the two that lacked an order, and no more: {repaired:?}");
+    assert_eq!(
+        spec.db().scalar("SELECT count(DISTINCT stream_seq) FROM orders").await,
+        4,
+        "applied twice: {repaired:?}"
+    );
+    let results: Vec<_> =
+        objects(&plain).iter().filter_map(|object| object["result"].as_str().map(str::to_owned)).collect();
+    assert_eq!(results, ["other id", "other id", "missing", "missing"], "{plain:?}");
+    let why = "processed under another id, ORDERS.new A1; is inbox.id_pointer the daemon's?";
+    assert_eq!(objects(&plain)[0]["why"], why);
+    assert_eq!((plain.code, count(&plain, "missing"), count(&plain, "other_id")), (Some(1), 2, 2), "{plain:?}");
+    assert_eq!(repaired.code, Some(1), "{repaired:?}");
+    assert!(repaired.stdout.starts_with("other id    1, id ORDERS@"), "{repaired:?}");
+    assert!(repaired.stdout.lines().next().unwrap().ends_with(why), "{repaired:?}");
+    assert!(repaired.stdout.ends_with("2 missing, 2 of them repaired, 2 processed under another id\n"), "{repaired:?}");
+
+    let again = spec.run(&["audit", "--repair", "--json"]).await;
+    assert_eq!((again.code, count(&again, "missing"), count(&again, "other_id")), (Some(1), 0, 2), "{again:?}");
+    assert_eq!(spec.db().count("orders").await, 4);
 }
 
 #[tokio::test]
