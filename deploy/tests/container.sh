@@ -295,7 +295,7 @@ backup_and_restore() {
     claim "which is processed" eventually 15 compose_processed 10
     docker compose stop order-processor >/dev/null 2>&1
     claim "put what is there aside" quietly_or_show docker run --rm --user 65532:65532 --volume "$volume:/data" test-debian \
-        sh -c 'mkdir /data/before-restore && mv /data/orders.db* /data/before-restore/'
+        sh -c 'old=/data/before-restore-$(date +%s); mkdir $old && mv /data/orders.db* $old/'
     claim "put the copy in place" quietly_or_show docker run --rm --volume "$volume:/data" --volume "$backup:/backup:ro" test-debian \
         install -o 65532 -g 65532 -m 0600 /backup/orders.db /data/orders.db
     claim "it lacks them" compose_processed 5

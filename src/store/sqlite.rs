@@ -321,10 +321,10 @@ impl Store {
 /// Counts read beside a running daemon, through a connection that cannot write.
 ///
 /// # Errors
-/// Also when there is no database yet.
+/// Also when there is no database yet, or none of this version.
 pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
     let failed = |source| unreadable(OpenError::database(path, source));
-    require_readable(path)?;
+    require_beside(path).await?;
     let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await.map_err(failed)?;
     counts(&mut connection).await.map_err(|source| failed(Error::new("counting rows", source)))
 }
@@ -343,7 +343,7 @@ impl Lookup {
         require_beside(path).await?;
         let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
         let connection = connection.map_err(|source| OpenError::database(path, source))?;
-        Ok(Self { connection, ids: Ids::default() })
+        Ok(Self { connection, ids: Ids::reading() })
     }
 
     /// As [`Tx::known`].

@@ -360,6 +360,23 @@ async fn fill(connection: &mut SqliteConnection, rows: i64) {
     sqlx::query(insert).bind(rows).execute(connection).await.unwrap();
 }
 
+/// The daemon seals with its next transaction.
+#[tokio::test]
+async fn who_only_reads_finds_what_is_not_sealed_yet() {
+    let folder = tempfile::tempdir().unwrap();
+    let database = folder.path().join("orders.db");
+    Store::open(&database).await.unwrap().close().await.unwrap();
+    let mut writer = SqliteConnectOptions::new().filename(&database).connect().await.unwrap();
+    fill(&mut writer, SEGMENT_ROWS as i64 + 10).await;
+    writer.close().await.unwrap();
+    let mut reader = Lookup::open(&database).await.unwrap();
+    for number in [1, SEGMENT_ROWS + 1, SEGMENT_ROWS + 10] {
+        let delivery = Delivery { id: format!("order-{number}").into(), ..delivery(0, false) };
+        let known = reader.known(&[&delivery]).await.unwrap();
+        assert!(matches!(known[..], [Claim::Processed(_)]), "{number}: {known:?}");
+    }
+}
+
 /// As many rows as three segments have, and some more.
 #[tokio::test]
 async fn a_database_from_before_the_segments_keeps_all_its_ids() {

@@ -100,6 +100,11 @@ impl Default for Ids {
 }
 
 impl Ids {
+    /// For who only reads: what is to be sealed is left to the daemon, which does it with its next transaction.
+    pub fn reading() -> Self {
+        Self { segment_rows: SEGMENT_ROWS * 10, ..Self::default() }
+    }
+
     /// Seals after so many rows: tests need not write [`SEGMENT_ROWS`].
     pub fn seal_after(&mut self, rows: usize) {
         self.segment_rows = rows.clamp(1, SEGMENT_ROWS);
@@ -230,6 +235,10 @@ impl Ids {
     /// [added](Self::add) in it.
     pub async fn seal(&mut self, connection: &mut SqliteConnection) -> Result<(), Error> {
         let failed = |source| Error::new(SEALING, source);
+        if self.segments.len() % 20 == 19 {
+            // The first start after many rows were put in by hand, or by the version before, is a long one.
+            tracing::info!(rows = (self.segments.len() + 1) * self.segment_rows, "ids are indexed");
+        }
         let Some(first_row) = self.open.values().map(|open| open.row).min() else { return Ok(()) };
         let number = self.segments.last().map_or(0, |segment| segment.number) + 1;
         let mut pages = vec![Vec::new(); PAGES as usize];
