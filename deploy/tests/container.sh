@@ -294,6 +294,7 @@ backup_and_restore() {
     claim "publish what it lacks" quietly_or_show docker compose run --rm --no-deps order-processor publish --count 5 --start 6
     claim "which is processed" eventually 15 compose_processed 10
     docker compose stop order-processor >/dev/null 2>&1
+    # shellcheck disable=SC2016 # The shell in the container expands it.
     claim "put what is there aside" quietly_or_show docker run --rm --user 65532:65532 --volume "$volume:/data" test-debian \
         sh -c 'old=/data/before-restore-$(date +%s); mkdir $old && mv /data/orders.db* $old/'
     claim "put the copy in place" quietly_or_show docker run --rm --volume "$volume:/data" --volume "$backup:/backup:ro" test-debian \

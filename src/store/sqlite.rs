@@ -205,6 +205,8 @@ impl Store {
     }
 
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
+        // What SQLite counted on the last connection means nothing on this one.
+        self.ids.distrust();
         // Never `create_if_missing` here: a file deleted under us must not come back empty.
         let mut connection = connect(&self.options, "opening the database again").await?;
         if self.faulted {
