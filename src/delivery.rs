@@ -186,10 +186,19 @@ impl Digest {
         hasher.update(&(subject.len() as u64).to_le_bytes());
         hasher.update(subject.as_bytes());
         hasher.update(payload);
-        let mut digest = [0; 16];
-        digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
-        Self(digest)
+        Self(head(&hasher.finalize()))
     }
+
+    /// As it stands in a table. Any other length is no digest of ours, and equals none.
+    pub fn stored(bytes: &[u8]) -> Self {
+        Self(bytes.try_into().unwrap_or_default())
+    }
+}
+
+/// The first bytes of a hash, which are as good as any others.
+pub fn head<const N: usize>(hash: &blake3::Hash) -> [u8; N] {
+    let bytes = hash.as_bytes();
+    std::array::from_fn(|index| bytes[index])
 }
 
 impl std::fmt::Display for Digest {

@@ -88,8 +88,8 @@ impl Store {
         if after_stop {
             store.take_back_start().await.map_err(failed)?;
         }
-        // Reads the newest ids.
-        store.counts().await.map_err(failed)?;
+        // Reads the newest ids, and seals what is due, before anybody asks for one.
+        store.begin().await.map_err(failed)?.commit().await.map_err(failed)?;
         Ok(store)
     }
 
@@ -192,7 +192,6 @@ impl Store {
         {
             // Whatever was wrong with it has been reported, and closing rolls back and unlocks also when it fails.
             drop(suspect.close_hard().await);
-            self.ids.distrust();
         }
     }
 
@@ -205,7 +204,7 @@ impl Store {
     }
 
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
-        // What SQLite counted on the last connection means nothing on this one.
+        // What the last connection counted means nothing on this one, and its last transaction may or may not be in the file.
         self.ids.distrust();
         // Never `create_if_missing` here: a file deleted under us must not come back empty.
         let mut connection = connect(&self.options, "opening the database again").await?;
@@ -325,10 +324,9 @@ impl Store {
 /// # Errors
 /// Also when there is no database yet, or none of this version.
 pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
-    let failed = |source| unreadable(OpenError::database(path, source));
-    require_beside(path).await?;
-    let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await.map_err(failed)?;
-    counts(&mut connection).await.map_err(|source| failed(Error::new("counting rows", source)))
+    let mut connection = open_to_read(path).await.map_err(unreadable)?;
+    let counts = counts(&mut connection).await;
+    counts.map_err(|source| unreadable(OpenError::database(path, Error::new("counting rows", source))))
 }
 
 /// Asks what the database knows, beside a running daemon, through a connection that cannot write.
@@ -342,10 +340,7 @@ impl Lookup {
     /// # Errors
     /// [`OpenError`] when there is no database, or none of this version.
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
-        require_beside(path).await?;
-        let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
-        let connection = connection.map_err(|source| OpenError::database(path, source))?;
-        Ok(Self { connection, ids: Ids::reading() })
+        Ok(Self { connection: open_to_read(path).await?, ids: Ids::reading() })
     }
 
     /// As [`Tx::known`].
@@ -840,6 +835,16 @@ fn options(path: &Path) -> SqliteConnectOptions {
 
 async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Result<SqliteConnection, Error> {
     options.connect().await.map_err(|source| Error::new(doing, source))
+}
+
+/// A connection beside a running daemon, that cannot write.
+///
+/// # Errors
+/// [`OpenError`] when there is no database, or none of this version.
+async fn open_to_read(path: &Path) -> Result<SqliteConnection, OpenError> {
+    require_beside(path).await?;
+    let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
+    connection.map_err(|source| OpenError::database(path, source))
 }
 
 async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error> {

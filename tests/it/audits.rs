@@ -11,10 +11,6 @@ use crate::support::{
     Broker, Daemon, DaemonSpec, FaultProxy, Finished, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually,
 };
 
-async fn execute(spec: &DaemonSpec, sql: &'static str) {
-    sqlx::query(sql).execute(&mut spec.db().open_to_write().await).await.unwrap();
-}
-
 /// A server and a database with this many orders, all processed.
 async fn processed(orders: u64) -> (NatsServer, Broker, DaemonSpec) {
     let (server, broker) = Broker::story().await;
@@ -55,9 +51,9 @@ async fn each_message_that_is_neither_processed_nor_a_dead_letter_is_reported_an
     let finished = spec.run_ok(&["audit"]).await;
     assert_eq!(finished.stdout, "stream ORDERS, messages 1 to 10: 8 processed, 2 dead letters, 0 missing\n");
 
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 3").await;
-    execute(&spec, "UPDATE processed_ids SET digest = zeroblob(16) WHERE stream_seq = 4").await;
-    execute(&spec, "DELETE FROM dead_letters WHERE stream_seq = 10").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq = 3").await;
+    spec.db().execute("UPDATE processed_ids SET digest = zeroblob(16) WHERE stream_seq = 4").await;
+    spec.db().execute("DELETE FROM dead_letters WHERE stream_seq = 10").await;
     let finished = spec.run(&["audit", "--json"]).await;
 
     assert_eq!(finished.code, Some(1), "{finished:?}");
@@ -103,8 +99,8 @@ async fn dead_letters_that_an_operator_has_dealt_with_are_not_missing() {
 #[tokio::test]
 async fn a_database_of_an_older_version_is_brought_up_to_date_first() {
     let (_server, _broker, spec) = processed(1).await;
-    execute(&spec, "DROP TABLE closed_letters").await;
-    execute(&spec, "DELETE FROM _sqlx_migrations WHERE version > 1").await;
+    spec.db().execute("DROP TABLE closed_letters").await;
+    spec.db().execute("DELETE FROM _sqlx_migrations WHERE version > 1").await;
     let finished = spec.run(&["audit"]).await;
     assert_eq!((finished.code, finished.stderr.lines().count()), (Some(2), 1), "{finished:?}");
     assert!(finished.stderr.contains("older version"), "{finished:?}");
@@ -155,10 +151,10 @@ async fn what_was_processed_under_another_id_is_not_applied_again_and_said_to_be
         broker.publish(format!("{{\"id\": \"A{number}\"}}")).await;
     }
     spec.run_ok(&["run", "--until-idle"]).await;
-    execute(&spec, "DELETE FROM orders WHERE stream_seq >= 3").await;
+    spec.db().execute("DELETE FROM orders WHERE stream_seq >= 3").await;
     // One is missing, and one only looks processed: that was before it was published, in a former stream.
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 3").await;
-    execute(&spec, "UPDATE processed_ids SET processed_at = 1 WHERE stream_seq = 4").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq = 3").await;
+    spec.db().execute("UPDATE processed_ids SET processed_at = 1 WHERE stream_seq = 4").await;
     let spec = spec.unset("inbox.id_pointer");
 
     let plain = spec.run(&["audit", "--json"]).await;
@@ -276,7 +272,7 @@ async fn messages_that_no_client_can_parse_do_not_stop_it() {
     assert!(!finished.stderr.contains("panicked"), "{finished:?}");
 
     worker.drain().await;
-    execute(&spec, "DELETE FROM dead_letters WHERE stream_seq = 51").await;
+    spec.db().execute("DELETE FROM dead_letters WHERE stream_seq = 51").await;
     let finished = spec.run_ok(&["audit", "--repair", "--json"]).await;
     assert_eq!(objects(&finished)[0]["result"], "dead-lettered");
     assert_eq!(spec.db().count("dead_letters").await, 3);
@@ -286,7 +282,7 @@ async fn messages_that_no_client_can_parse_do_not_stop_it() {
 async fn cut_connections_and_a_restart_of_the_server_do_not_make_it_miss_anything() {
     const ORDERS: u64 = 10_000;
     let (mut server, broker, spec) = processed(ORDERS).await;
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq IN (1, 5000, 10000)").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq IN (1, 5000, 10000)").await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = spec.set("nats.url", proxy.url());
     proxy.delay(Duration::from_millis(20));
@@ -324,7 +320,7 @@ async fn reads(broker: &Broker, former: &str) -> String {
 async fn interrupted_it_says_where_to_go_on_and_goes_on_there() {
     const ORDERS: u64 = 5000;
     let (server, broker, spec) = processed(ORDERS).await;
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 5000").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq = 5000").await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = spec.set("nats.url", proxy.url());
     proxy.delay(Duration::from_millis(20));
@@ -380,7 +376,7 @@ async fn without_permission_for_a_consumer_of_its_own_it_reads_one_by_one() {
     let address = server.address();
     let spec = DaemonSpec::new(format!("nats://admin:admin@{address}"));
     spec.run_ok(&["run", "--until-idle"]).await;
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 20").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq = 20").await;
 
     let spec = spec.set("nats.url", format!("nats://desk:desk@{address}"));
     let finished = spec.run(&["audit", "--json"]).await;
@@ -405,7 +401,7 @@ async fn a_stream_that_drops_what_is_acknowledged_gets_no_second_consumer() {
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=5).await;
     spec.run_ok(&["run", "--until-idle"]).await;
-    execute(&spec, "DELETE FROM processed_ids WHERE stream_seq = 2").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq = 2").await;
 
     let finished = spec.run(&["audit", "--json"]).await;
 
@@ -448,11 +444,11 @@ fn is_told_of_another_stream(finished: &Finished) {
 
 /// A repair whose handler takes a while, after its first batch.
 async fn slow_repair(spec: &DaemonSpec) -> Daemon {
-    execute(spec, "DELETE FROM orders").await;
-    execute(spec, "DELETE FROM processed_ids").await;
+    spec.db().execute("DELETE FROM orders").await;
+    spec.db().execute("DELETE FROM processed_ids").await;
     let slow = "CREATE TRIGGER slow BEFORE INSERT ON orders BEGIN SELECT count(*) FROM (WITH RECURSIVE r(x) AS \
                 (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT 100000) SELECT x FROM r); END";
-    execute(spec, slow).await;
+    spec.db().execute(slow).await;
     let audit = spec.start_with(&["audit", "--repair", "--json"]);
     eventually("the repair is under way", PATIENCE, async || at_least(spec.db().count("orders").await, 1)).await;
     audit

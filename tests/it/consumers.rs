@@ -47,6 +47,14 @@ async fn hand_back(broker: &Broker, stream_seqs: &[u64], deliveries: i64) {
     .await;
 }
 
+/// Orders 1 to 3 are in another database, order 4 is in none.
+async fn three_elsewhere_and_the_fourth_given_up(server: &NatsServer, broker: &Broker) {
+    broker.publish_numbered(1..=3).await;
+    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
+    broker.publish("Order Data 4").await;
+    give_up(broker, &[4]).await;
+}
+
 /// As [`hand_back`], until the server has given them up.
 async fn give_up(broker: &Broker, stream_seqs: &[u64]) {
     use_up(broker, stream_seqs).await;
@@ -220,10 +228,7 @@ async fn an_order_that_was_processed_before_the_server_gave_it_up_is_only_acknow
 #[tokio::test]
 async fn with_a_database_that_knows_less_than_the_server_gave_up_nothing_is_guessed() {
     let (server, broker) = Broker::with(six_deliveries()).await;
-    broker.publish_numbered(1..=3).await;
-    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
-    broker.publish("Order Data 4").await;
-    give_up(&broker, &[4]).await;
+    three_elsewhere_and_the_fourth_given_up(&server, &broker).await;
 
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
@@ -381,10 +386,7 @@ async fn an_order_given_up_under_the_id_of_another_one_is_a_conflict_as_with_any
 async fn an_order_given_up_later_is_found_although_of_earlier_ones_nothing_can_be_told() {
     let (server, broker) =
         Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
-    broker.publish_numbered(1..=3).await;
-    DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
-    broker.publish("Order Data 4").await;
-    give_up(&broker, &[4]).await;
+    three_elsewhere_and_the_fourth_given_up(&server, &broker).await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.logged(&["ERROR", "messages 1 to 4", "which ones were lost cannot be told"]).await;

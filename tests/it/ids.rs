@@ -13,10 +13,10 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use sqlx::migrate::Migrator;
 use sqlx::sqlite::SqliteConnectOptions;
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, SqliteConnection};
+use sqlx::{ConnectOptions, Connection, SqliteConnection};
 
 use crate::support::nats::{STREAM, consumer_config, headers, stream_config};
-use crate::support::{Broker, DaemonSpec};
+use crate::support::{Broker, DaemonSpec, Db};
 
 /// Makes what the database holds look as if it had been done so many days before.
 async fn age(spec: &DaemonSpec, days: i64) {
@@ -256,10 +256,10 @@ async fn play(steps: &[Step], segment_rows: usize) {
                 daemon = Some(open(&database, segment_rows).await);
             }
             Step::Delete { id } => {
-                by_hand(&database, &format!("DELETE FROM processed_ids WHERE id = 'order {id}'")).await;
+                Db::at(database.clone()).execute(&format!("DELETE FROM processed_ids WHERE id = 'order {id}'")).await;
                 rows.retain(|(known, _)| known != id);
             }
-            Step::Vacuum => by_hand(&database, "VACUUM").await,
+            Step::Vacuum => Db::at(database.clone()).execute("VACUUM").await,
         }
         let all: Vec<Delivery> = (0..40).map(|id| delivery(id, false)).collect();
         let all: Vec<&Delivery> = all.iter().collect();
@@ -304,12 +304,6 @@ async fn claim(store: &mut Store, orders: &[(u8, bool)], end: End, rows: &mut Ve
     rows.extend(unique.iter().zip(expected).filter(|(_, claim)| *claim == Claim::New).map(|(order, _)| *order));
 }
 
-async fn by_hand(database: &Path, sql: &str) {
-    let mut writer = SqliteConnectOptions::new().filename(database).connect().await.unwrap();
-    sqlx::query(AssertSqlSafe(sql.to_owned())).execute(&mut writer).await.unwrap();
-    writer.close().await.unwrap();
-}
-
 /// A hole in the index would let an order through twice.
 #[tokio::test]
 async fn damage_to_the_index_of_the_ids_stops_the_daemon_and_without_the_index_it_is_made_anew() {
@@ -336,7 +330,7 @@ async fn damage_to_the_index_of_the_ids_stops_the_daemon_and_without_the_index_i
         "UPDATE id_pages SET entries = (SELECT entries FROM id_pages WHERE page = 300) WHERE page < 512",
         "DELETE FROM id_pages",
     ] {
-        by_hand(&spec.database(), damage).await;
+        spec.db().execute(damage).await;
         let finished = spec.run(&["run"]).await;
         assert_eq!(finished.code, Some(2), "{damage}: {finished:?}");
         assert!(finished.stderr.contains("damaged"), "{damage}: {finished:?}");
@@ -346,7 +340,7 @@ async fn damage_to_the_index_of_the_ids_stops_the_daemon_and_without_the_index_i
         broker.delete_consumer().await;
         broker.create_consumer(consumer_config()).await;
     }
-    by_hand(&spec.database(), "DELETE FROM id_segments").await;
+    spec.db().execute("DELETE FROM id_segments").await;
     spec.run_ok(&["run", "--until-idle"]).await;
     assert_eq!((spec.db().count("id_segments").await, spec.db().count("orders").await), (2, 0));
     broker.acknowledged(1).await;

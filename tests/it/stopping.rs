@@ -115,7 +115,7 @@ async fn stuck_worker(server: &NatsServer, shutdown_timeout: &str) -> (Broker, D
     let endless =
         "CREATE VIEW endless AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n;
                    CREATE TRIGGER stuck BEFORE INSERT ON orders BEGIN SELECT count(*) FROM endless; END";
-    execute(&spec, endless).await;
+    spec.db().execute(endless).await;
     broker.publish_numbered(1..=50).await;
     eventually("the worker holds orders", PATIENCE, async || {
         at_least(worker.metrics().await.get("held_deliveries"), Some(1.0))
@@ -126,15 +126,9 @@ async fn stuck_worker(server: &NatsServer, shutdown_timeout: &str) -> (Broker, D
 
 /// Frees the database; and a new consumer stands for the hour of `ack_wait` that would have to pass.
 async fn unstick(broker: &Broker, spec: &DaemonSpec) {
-    execute(spec, "DROP TRIGGER stuck; DROP VIEW endless").await;
+    spec.db().execute("DROP TRIGGER stuck; DROP VIEW endless").await;
     broker.delete_consumer().await;
     broker.create_consumer(consumer_config()).await;
-}
-
-async fn execute(spec: &DaemonSpec, sql: &'static str) {
-    let mut connection = spec.db().open_to_write().await;
-    sqlx::raw_sql(sql).execute(&mut connection).await.unwrap();
-    connection.close().await.unwrap();
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{connect, options, require_known_schema, require_readable, require_sqlite, unreadable};
+use super::{OPENING_TO_READ, connect, options, require_known_schema, require_readable, require_sqlite, unreadable};
 use crate::metrics::DbErrorClass;
 use crate::store::{Error, OpenError};
 
@@ -26,8 +26,7 @@ pub async fn copy(path: &Path, to: &Path) -> Result<(), OpenError> {
     // An older schema may be copied: that is what one does before an upgrade.
     require_known_schema(path).await.map_err(unreadable)?;
     let failed = |source| OpenError::database(path, source);
-    let mut connection =
-        connect(&options(path).read_only(true), "opening the database to read").await.map_err(failed)?;
+    let mut connection = connect(&options(path).read_only(true), OPENING_TO_READ).await.map_err(failed)?;
     // Leaves no free pages behind, reads every page that is in use, and needs no lock but that of a reader.
     let copying = sqlx::query("VACUUM INTO ?").bind(to.to_string_lossy().into_owned()).execute(&mut connection);
     copying.await.map(drop).map_err(|source| failed(Error::new("copying the database", source)))

@@ -19,7 +19,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::{bind, chunks, values};
-use crate::delivery::{Delivery, Digest};
+use crate::delivery::{Delivery, Digest, head};
 use crate::metrics::DbErrorClass;
 use crate::store::Error;
 
@@ -46,10 +46,6 @@ pub struct Ids {
     segments: Vec<Segment>,
     filters: Filters,
     open: HashMap<Key, Open, BuildHasherDefault<AsItIs>>,
-    /// Rows of the open segment; ids, unless somebody has put one in twice by hand.
-    open_rows: i64,
-    /// The last row that is sealed.
-    floor: i64,
     /// The last row that is known here.
     last_row: i64,
     /// What the transaction in hand has added to `open`.
@@ -88,8 +84,6 @@ impl Default for Ids {
             segments: Vec::new(),
             filters: Filters::default(),
             open: HashMap::default(),
-            open_rows: 0,
-            floor: 0,
             last_row: 0,
             staged: Vec::new(),
             any_letters: true,
@@ -110,7 +104,7 @@ impl Ids {
         self.segment_rows = rows.clamp(1, SEGMENT_ROWS);
     }
 
-    /// To be called when the connection is given up, and with it a transaction that may or may not be in the file.
+    /// To be called when there is another connection, since the last one left a transaction that may or may not be in the file.
     pub fn distrust(&mut self) {
         self.unstage(0);
         self.data_version = None;
@@ -133,14 +127,12 @@ impl Ids {
         .await
         .map_err(failed)?;
         let number = |segment: Option<&Segment>| segment.map_or(0, |segment| segment.number);
-        let known = (self.segments.len() as u64, number(self.segments.first()), number(self.segments.last()));
-        if known != (count.unsigned_abs(), first, last) || self.floor != floor {
+        let known = (self.segments.len() as i64, number(self.segments.first()), number(self.segments.last()));
+        if (known, self.floor()) != ((count, first, last), floor) {
             self.read_segments(connection).await?;
         }
         self.any_letters = any_letters;
-        self.floor = floor;
         self.open.retain(|_, open| open.row > floor);
-        self.open_rows = self.open.len() as i64;
         self.last_row = self.last_row.max(floor);
         if self.read_rows(connection).await? == Fresh::NotYet {
             return Ok(Fresh::NotYet);
@@ -150,10 +142,10 @@ impl Ids {
             .fetch_one(&mut *connection)
             .await
             .map_err(failed)?;
-        if rows != self.open_rows {
+        if rows != self.open.len() as i64 {
             // Somebody has deleted rows, or a seal of ours was undone.
             self.open.clear();
-            (self.open_rows, self.last_row) = (0, floor);
+            self.last_row = floor;
             if self.read_rows(connection).await? == Fresh::NotYet {
                 return Ok(Fresh::NotYet);
             }
@@ -217,13 +209,15 @@ impl Ids {
                 return Ok(Fresh::NotYet);
             }
             left -= 1;
-            // Any other length is no digest of ours, and equals none.
-            let digest = Digest(row.get::<&[u8], _>(2).try_into().unwrap_or_default());
             self.last_row = row.get(0);
-            self.open.insert(Key::of(row.get(1)), Open { row: self.last_row, digest });
-            self.open_rows += 1;
+            self.open.insert(Key::of(row.get(1)), Open { row: self.last_row, digest: Digest::stored(row.get(2)) });
         }
         Ok(Fresh::Yes)
+    }
+
+    /// The last row that is sealed.
+    fn floor(&self) -> i64 {
+        self.segments.last().map_or(0, |segment| segment.last_row)
     }
 
     /// Whether the open segment is due to be sealed.
@@ -270,7 +264,6 @@ impl Ids {
         self.filters.add(number, &filter);
         self.segments.push(Segment { number, first_row, last_row: self.last_row });
         self.open.clear();
-        (self.open_rows, self.floor) = (0, self.last_row);
         Ok(())
     }
 
@@ -296,11 +289,7 @@ impl Ids {
         for segment in self.segments.extract_if(.., |segment| segment.last_row <= row) {
             self.filters.remove(segment.number);
         }
-        if self.segments.is_empty() {
-            self.floor = 0;
-        }
         self.open.retain(|_, open| open.row > row);
-        self.open_rows = self.open.len() as i64;
     }
 
     /// Says of each of `deliveries` which digest its id was processed with, `None` if it was not, and the id's key.
@@ -386,7 +375,6 @@ impl Ids {
 
     /// What was added is durable.
     pub fn committed(&mut self) {
-        self.open_rows += self.staged.len() as i64;
         if let Some((_, row)) = self.staged.last() {
             self.last_row = *row;
         }
@@ -444,8 +432,7 @@ async fn verify(
             chunk.iter().map(|candidate| Some(deliveries[candidate.index].digest)).collect();
         for other in others {
             let digest: Option<&[u8]> = other.get(1);
-            digests[other.get::<i64, _>(0) as usize] =
-                digest.map(|digest| Digest(digest.try_into().unwrap_or_default()));
+            digests[other.get::<i64, _>(0) as usize] = digest.map(Digest::stored);
         }
         for (candidate, digest) in chunk.iter().zip(digests) {
             found[candidate.index] = found[candidate.index].or(digest);
@@ -469,9 +456,7 @@ fn checked(number: i64, stored: &[u8]) -> Option<&[u8]> {
 fn check(number: i64, bytes: &[u8]) -> [u8; CHECK_BYTES] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&number.to_le_bytes()).update(bytes);
-    let mut check = [0; CHECK_BYTES];
-    check.copy_from_slice(&hasher.finalize().as_bytes()[..CHECK_BYTES]);
-    check
+    head(&hasher.finalize())
 }
 
 /// SQLite finds what is wrong with its own pages; what is wrong with ours is as bad.
@@ -527,9 +512,7 @@ impl Hasher for AsItIs {
 
 impl Key {
     fn of(id: &str) -> Self {
-        let mut key = [0; 16];
-        key.copy_from_slice(&blake3::hash(id.as_bytes()).as_bytes()[..16]);
-        Self(key)
+        Self(head(&blake3::hash(id.as_bytes())))
     }
 
     /// In which of the pages of a segment the id stands.
@@ -588,19 +571,17 @@ impl Filters {
     }
 
     fn add(&mut self, segment: i64, filter: &[u8]) {
-        if self.groups.iter().all(|group| group.segments.iter().all(Option::is_some)) {
+        let free = |group: &Group| group.segments.iter().position(Option::is_none);
+        let found = self.groups.iter().enumerate().find_map(|(group, it)| Some((group, free(it)?)));
+        let (group, place) = found.unwrap_or_else(|| {
             self.groups.push(Group { segments: [None; 32], positions: vec![0; FILTER_BITS].into() });
-        }
-        let free = self.groups.iter_mut().find_map(|group| {
-            let place = group.segments.iter().position(Option::is_none)?;
-            Some((group, place))
+            (self.groups.len() - 1, 0)
         });
-        if let Some((group, place)) = free {
-            group.segments[place] = Some(segment);
-            for (positions, byte) in group.positions.chunks_mut(8).zip(filter) {
-                for (position, bit) in positions.iter_mut().zip(BITS) {
-                    *position |= if u32::from(*byte) & bit == 0 { 0 } else { 1 << place };
-                }
+        let group = &mut self.groups[group];
+        group.segments[place] = Some(segment);
+        for (positions, byte) in group.positions.chunks_mut(8).zip(filter) {
+            for (position, bit) in positions.iter_mut().zip(BITS) {
+                *position |= if u32::from(*byte) & bit == 0 { 0 } else { 1 << place };
             }
         }
     }

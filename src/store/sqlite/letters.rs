@@ -6,7 +6,7 @@ use std::path::Path;
 use sqlx::sqlite::{SqliteArguments, SqliteRow};
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
-use super::{Store, Tx, bind, connect, headers_json, options, require_beside, to_i64};
+use super::{Store, Tx, bind, headers_json, open_to_read, require_beside, to_i64};
 use crate::delivery::Digest;
 use crate::metrics::Label;
 use crate::store::letters::{Closed, Closing, Envelope, Letter, Pile, Which};
@@ -43,9 +43,7 @@ impl Reader {
     /// # Errors
     /// [`OpenError`] when there is no database, or none of this version.
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
-        require_beside(path).await?;
-        let connection = connect(&options(path).read_only(true), "opening the database to read").await;
-        Ok(Self { connection: connection.map_err(|source| OpenError::database(path, source))? })
+        Ok(Self { connection: open_to_read(path).await? })
     }
 
     /// Up to `limit` letters with the rows that they are in. Fewer than `limit` may come although more are there: go on with
@@ -180,8 +178,7 @@ fn envelope(row: &SqliteRow) -> Envelope {
     let closing: Option<&str> = row.get("closed_as");
     Envelope {
         id: row.get("id"),
-        // Any other length is no digest of ours, and equals none.
-        digest: Digest(row.get::<Vec<u8>, _>("digest").try_into().unwrap_or_default()),
+        digest: Digest::stored(row.get("digest")),
         subject: row.get("subject"),
         stream_seq: count("stream_seq"),
         delivered: count("delivered"),

@@ -63,7 +63,7 @@ impl DaemonSpec {
     }
 
     pub fn db(&self) -> Db {
-        Db { file: self.database() }
+        Db::at(self.database())
     }
 
     /// Starts `order-processor run`.
@@ -394,6 +394,19 @@ pub struct Db {
 impl Db {
     pub async fn open(&self) -> SqliteConnection {
         self.try_open(true).await.unwrap_or_else(|error| panic!("{}: {error}", self.file.display()))
+    }
+
+    /// One that no daemon of this test need have made.
+    pub fn at(file: PathBuf) -> Self {
+        Self { file }
+    }
+
+    /// What an operator does by hand: statements that return nothing.
+    pub async fn execute(&self, sql: &str) {
+        let mut writer = self.open_to_write().await;
+        let done = sqlx::raw_sql(sqlx::AssertSqlSafe(sql.to_owned())).execute(&mut writer).await;
+        done.unwrap_or_else(|error| panic!("{sql}: {error}"));
+        writer.close().await.expect("a connection without a transaction can be closed");
     }
 
     /// A connection that may write: for tests that stand in the daemon's way.

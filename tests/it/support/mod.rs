@@ -11,7 +11,7 @@ pub mod proxy;
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-pub use daemon::{Daemon, DaemonSpec, Finished};
+pub use daemon::{Daemon, DaemonSpec, Db, Finished};
 pub use nats::{Broker, NatsServer, ServerSpec};
 pub use proxy::FaultProxy;
 
