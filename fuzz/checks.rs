@@ -7,7 +7,8 @@ use std::path::Path;
 
 use order_processor::config::{Config, Loaded};
 use order_processor::consumer::quarantine::{read_answer, why_unreadable};
-use order_processor::delivery::{Delivery, IdScheme, MESSAGE_ID_HEADER, Position, Raw};
+use order_processor::model::delivery::{Delivery, Position, Raw};
+use order_processor::model::id::{IdScheme, MESSAGE_ID_HEADER};
 
 /// Lines of text: reply subject, subject, id pointer, then headers up to an empty line; the rest is the payload.
 pub fn delivery(bytes: &[u8]) {

@@ -21,9 +21,9 @@ use crate::commands::{
     audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, run, setup, status,
 };
 use crate::config::{Config, Loaded, LogFormat};
-use crate::errors::chain;
 use crate::handler::Handler;
 use crate::logging;
+use crate::model::text::chain;
 use crate::store::OpenError;
 use crate::worker::{Until, WorkerError};
 

@@ -22,11 +22,11 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep_until};
 
 use crate::config::{self, Config};
-use crate::delivery::{Headers, Position, Raw, Reply};
-use crate::errors::chain;
-use crate::health::ConsumerView;
 use crate::metrics::NatsErrorKind;
-use crate::outcome::Acknowledgement;
+use crate::model::delivery::{Headers, Position, Raw, Reply};
+use crate::model::outcome::Acknowledgement;
+use crate::model::text::chain;
+use crate::model::view::ConsumerView;
 use crate::telemetry::{Reminder, Telemetry};
 use connection::Visit;
 use gate::{Expectations, Finding, Severity};

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 
-use crate::delivery::Delivery;
+use crate::model::delivery::Delivery;
 use crate::store::{self, Tx};
 
 /// Applies orders to the database, inside the transaction that also records their ids.

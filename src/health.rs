@@ -10,6 +10,8 @@ use serde::{Serialize, Serializer};
 
 use crate::logging;
 use crate::metrics::Metrics;
+use crate::model::time;
+use crate::model::view::ConsumerView;
 use crate::pause::Pause;
 
 /// Work without a commit for this long is no progress. Twice the story's `ack_wait` of 30 s: by then everything that
@@ -211,7 +213,7 @@ impl Health {
             metrics.dead_letters.set(dead_letters as f64);
         }
         if let Some(view) = &state.consumer {
-            view.record(metrics);
+            record_view(view, metrics);
         }
     }
 
@@ -255,54 +257,6 @@ impl std::fmt::Display for Problem {
     }
 }
 
-/// What the server says of consumer and stream, taken at one moment.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct ConsumerView {
-    pub ack_floor_stream_seq: u64,
-    pub ack_floor_consumer_seq: u64,
-    pub delivered_stream_seq: u64,
-    pub num_pending: u64,
-    pub num_ack_pending: u64,
-    pub num_redelivered: u64,
-    pub num_waiting: u64,
-    pub stream_first_seq: u64,
-    pub stream_last_seq: u64,
-    pub max_ack_pending: Option<u64>,
-    pub paused: bool,
-    /// When the stream last stored a message, by the server's clock.
-    #[serde(serialize_with = "serialize_time")]
-    pub last_published_at: SystemTime,
-    /// When the oldest message that the ack floor has not passed was published; `None` if there is none.
-    #[serde(serialize_with = "serialize_optional_time")]
-    pub oldest_published_at: Option<SystemTime>,
-    #[serde(serialize_with = "serialize_time")]
-    pub taken_at: SystemTime,
-}
-
-impl ConsumerView {
-    /// The server delivers nothing new before something is acknowledged, and there is something new.
-    pub fn is_full(&self) -> bool {
-        self.num_pending > 0 && self.max_ack_pending.is_some_and(|max| self.num_ack_pending >= max)
-    }
-
-    fn record(&self, metrics: &Metrics) {
-        metrics.consumer_ack_floor_stream_seq.set(self.ack_floor_stream_seq as f64);
-        metrics.consumer_ack_floor_consumer_seq.set(self.ack_floor_consumer_seq as f64);
-        metrics.consumer_delivered_stream_seq.set(self.delivered_stream_seq as f64);
-        metrics.consumer_num_pending.set(self.num_pending as f64);
-        metrics.consumer_num_ack_pending.set(self.num_ack_pending as f64);
-        metrics.consumer_num_redelivered.set(self.num_redelivered as f64);
-        metrics.consumer_num_waiting.set(self.num_waiting as f64);
-        metrics.consumer_max_ack_pending.set(self.max_ack_pending.unwrap_or(0) as f64);
-        metrics.consumer_paused.set(flag(self.paused));
-        metrics.stream_first_seq.set(self.stream_first_seq as f64);
-        metrics.stream_last_seq.set(self.stream_last_seq as f64);
-        let age = self.oldest_published_at.and_then(|at| at.elapsed().ok()).unwrap_or_default();
-        metrics.oldest_pending_seconds.set(age.as_secs_f64());
-        metrics.consumer_info_timestamp_seconds.set(unix_seconds(self.taken_at));
-    }
-}
-
 /// The body of `/status`. Absent values are not known yet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
@@ -317,7 +271,7 @@ pub struct Status {
     pub parked: usize,
     pub committed_stream_seq: u64,
     pub committed_messages: u64,
-    #[serde(serialize_with = "serialize_optional_time")]
+    #[serde(serialize_with = "time::serialize_optional")]
     pub last_commit_at: Option<SystemTime>,
     pub last_batch_messages: u64,
     /// How long the last batch took, from claim to commit.
@@ -485,6 +439,24 @@ impl StallClock {
     }
 }
 
+/// Shows what the server says.
+fn record_view(view: &ConsumerView, metrics: &Metrics) {
+    metrics.consumer_ack_floor_stream_seq.set(view.ack_floor_stream_seq as f64);
+    metrics.consumer_ack_floor_consumer_seq.set(view.ack_floor_consumer_seq as f64);
+    metrics.consumer_delivered_stream_seq.set(view.delivered_stream_seq as f64);
+    metrics.consumer_num_pending.set(view.num_pending as f64);
+    metrics.consumer_num_ack_pending.set(view.num_ack_pending as f64);
+    metrics.consumer_num_redelivered.set(view.num_redelivered as f64);
+    metrics.consumer_num_waiting.set(view.num_waiting as f64);
+    metrics.consumer_max_ack_pending.set(view.max_ack_pending.unwrap_or(0) as f64);
+    metrics.consumer_paused.set(flag(view.paused));
+    metrics.stream_first_seq.set(view.stream_first_seq as f64);
+    metrics.stream_last_seq.set(view.stream_last_seq as f64);
+    let age = view.oldest_published_at.and_then(|at| at.elapsed().ok()).unwrap_or_default();
+    metrics.oldest_pending_seconds.set(age.as_secs_f64());
+    metrics.consumer_info_timestamp_seconds.set(unix_seconds(view.taken_at));
+}
+
 /// A cause goes into line-based answers, so it must not bring lines of its own.
 fn one_line(fact: Result<(), String>) -> Result<(), String> {
     fact.map_err(|cause| cause.replace(|c: char| c.is_control(), " "))
@@ -498,19 +470,8 @@ fn unix_seconds(at: SystemTime) -> f64 {
     at.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-fn serialize_time<S: Serializer>(at: &SystemTime, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(&humantime::format_rfc3339_millis(*at))
-}
-
 fn serialize_seconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(duration.as_secs_f64())
-}
-
-fn serialize_optional_time<S: Serializer>(at: &Option<SystemTime>, serializer: S) -> Result<S::Ok, S::Error> {
-    match at {
-        Some(at) => serialize_time(at, serializer),
-        None => serializer.serialize_none(),
-    }
 }
 
 #[cfg(test)]

@@ -15,10 +15,12 @@ use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::OnConflict;
-use crate::delivery::{Delivery, Digest, unix_ns};
-use crate::errors::chain;
 use crate::handler::{Failure, Handler};
-use crate::outcome::{Outcome, Reason};
+use crate::model::delivery::Delivery;
+use crate::model::id::Digest;
+use crate::model::outcome::{Outcome, Reason};
+use crate::model::text::chain;
+use crate::model::time::unix_ns;
 use crate::retry::{RetryPolicy, Verdict};
 use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
 

@@ -9,7 +9,8 @@ use ::metrics::{Counter, Gauge, Histogram, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use metrics_process::Collector;
 
-use crate::outcome::{AckKind, OutcomeKind, Reason};
+use crate::model::label::Label;
+use crate::model::outcome::{AckKind, OutcomeKind, Reason};
 
 /// Declares [`Metrics`] as `field: kind = exposed name, help text`. One list, so that no metric can lack its help text
 /// or be absent until its first use, which would keep alerts on it from ever firing.
@@ -148,18 +149,6 @@ impl Default for Metrics {
     fn default() -> Self {
         Self::new()
     }
-}
-
-/// The values of one label. Few and fixed by design: an id or a subject as a label would be a new series per order.
-pub trait Label: Copy + 'static {
-    /// The label's name.
-    const KEY: &'static str;
-    /// Every value, in the order of [`Label::index`].
-    const ALL: &'static [Self];
-    /// The label's value in the exposition.
-    fn name(self) -> &'static str;
-    /// The place of this value in [`Label::ALL`].
-    fn index(self) -> usize;
 }
 
 /// One counter for every value of a label.

@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 
-use crate::delivery::Delivery;
 use crate::handler::{Failure, Handler};
+use crate::model::delivery::Delivery;
 use crate::store::Tx;
 
 /// Keeps subject, position, time and payload of each order byte for byte; it neither parses nor judges them.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::config;
 use crate::handler::Failure;
-use crate::outcome::Reason;
+use crate::model::outcome::Reason;
 
 /// A retry waits no longer when parked messages have taken all that the consumer lets be delivered.
 const CROWDED_DELAY: Duration = Duration::from_secs(1);

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 
 pub use sqlite::{Store, Tx};
 
-use crate::delivery::{Delivery, Digest};
 use crate::metrics::DbErrorClass;
-use crate::outcome::Reason;
+use crate::model::delivery::Delivery;
+use crate::model::id::Digest;
+use crate::model::outcome::Reason;
 
-pub mod letters;
 pub mod lock;
 pub mod sqlite;
 

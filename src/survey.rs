@@ -10,8 +10,10 @@ use std::time::SystemTime;
 
 use crate::config::{OnConflict, Retention};
 use crate::consumer::{Arrival, BindError, Records};
-use crate::delivery::{Delivery, IdScheme, Reply, unix_ns};
-use crate::health::ConsumerView;
+use crate::model::delivery::{Delivery, Reply};
+use crate::model::id::IdScheme;
+use crate::model::time::unix_ns;
+use crate::model::view::ConsumerView;
 use crate::store::sqlite::Lookup;
 use crate::store::{self, Claim, OpenError};
 

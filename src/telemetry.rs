@@ -7,10 +7,12 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
-use crate::delivery::{Delivery, unix_ns};
-use crate::health::{ConsumerView, Health};
+use crate::health::Health;
 use crate::metrics::{Metrics, SeenBy};
-use crate::outcome::Outcome;
+use crate::model::delivery::Delivery;
+use crate::model::outcome::Outcome;
+use crate::model::time::unix_ns;
+use crate::model::view::ConsumerView;
 use crate::pause::Pause;
 use crate::store::{Counts, Sizes};
 

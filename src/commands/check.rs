@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use crate::config::Config;
 use crate::consumer::gate::{self, Expectations, Severity};
 use crate::consumer::{self, connection, permissions};
-use crate::errors::chain;
+use crate::model::text::chain;
 use crate::pause;
 use crate::store::{is_there, sqlite};
 

@@ -112,7 +112,8 @@ mod tests {
 
     use super::*;
     use crate::health::Health;
-    use crate::{http, metrics::Metrics};
+    use crate::http;
+    use crate::metrics::Metrics;
 
     async fn daemon(health: Health) -> (SocketAddr, CancellationToken) {
         let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();

@@ -15,7 +15,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
 use crate::config::Config;
 use crate::consumer::connection::{self, ConnectError, Denials, Visit};
-use crate::delivery::MESSAGE_ID_HEADER;
+use crate::model::id::MESSAGE_ID_HEADER;
 
 /// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
 const IN_FLIGHT_MAX: usize = 512;

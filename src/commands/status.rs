@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::consumer::connection::{self, Visit};
 use crate::consumer::gate::{self, Expectations, Severity};
 use crate::consumer::{self, Found};
-use crate::errors::chain;
+use crate::model::text::chain;
 use crate::pause::{self, Pause};
 use crate::store::sqlite;
 

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::quarantine::{message_at, next_message};
 use super::{Arrival, BindError};
-use crate::delivery::unix_ns;
+use crate::model::time::unix_ns;
 
 /// Where the server says that it has given a message up. The permission to listen is optional.
 pub fn advisory_subject(stream: &str, consumer: &str) -> String {

@@ -7,7 +7,7 @@
 //! delivered, and lost with a worker, before it was dropped, and by a purge while no worker runs: it moves the consumer along.
 
 use super::Found;
-use crate::delivery::Position;
+use crate::model::delivery::Position;
 
 /// Gaps between two looks that are kept apart.
 const GAPS_MAX: usize = 64;

@@ -17,7 +17,8 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::{Arrival, BindError, Found};
-use crate::delivery::{Headers, Position, Raw, Reply, unix_ns};
+use crate::model::delivery::{Headers, Position, Raw, Reply};
+use crate::model::time::unix_ns;
 
 /// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
 const SCAN_MAX: usize = 10_000;

@@ -21,8 +21,8 @@ use super::connection::{self, Denials, Visit};
 use super::quarantine::{Stored, filters, message_at, next_message};
 use super::{BindError, Found, HEADER_ROOM_BYTES, Link, arrival, is_end_of_pull, look, look_at_stream};
 use crate::config::Config;
-use crate::delivery::{Position, Raw};
-use crate::errors::chain;
+use crate::model::delivery::{Position, Raw};
+use crate::model::text::chain;
 use crate::telemetry::Reminder;
 
 /// Messages in one pull, and in what [`Walk::next`] returns. Two pulls are open at a time.

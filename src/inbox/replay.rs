@@ -1,10 +1,10 @@
 //! One dead letter in one transaction: claim the id, apply the effect, take the letter away.
 
 use super::{guarded, now_ns};
-use crate::delivery::Digest;
-use crate::errors::chain;
 use crate::handler::{Failure, Handler};
-use crate::store::letters::{Closed, Closing};
+use crate::model::id::Digest;
+use crate::model::letter::{Closed, Closing};
+use crate::model::text::chain;
 use crate::store::{Claim, Error, Store};
 
 /// What an operator wants of a replay.

@@ -21,8 +21,9 @@ use tokio::time::Instant;
 use self::ids::{Fresh, Ids, Key};
 use super::lock::{self, Lock, LockError};
 use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
-use crate::delivery::{Delivery, Headers};
-use crate::metrics::{DbErrorClass, Label};
+use crate::metrics::DbErrorClass;
+use crate::model::delivery::{Delivery, Headers};
+use crate::model::label::Label;
 
 pub mod backup;
 pub mod ids;

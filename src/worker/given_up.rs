@@ -4,9 +4,9 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Duration, Instant};
 
 use crate::consumer::Arrival;
-use crate::delivery::Reply;
-use crate::errors::chain;
-use crate::health::ConsumerView;
+use crate::model::delivery::Reply;
+use crate::model::text::chain;
+use crate::model::view::ConsumerView;
 use crate::survey::{Conclusion, Judged, LookedAt, Survey, SurveyError, Surveyed};
 use crate::telemetry::Reminder;
 

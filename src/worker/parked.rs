@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::consumer::Limits;
-use crate::health::ConsumerView;
-use crate::outcome::Outcome;
+use crate::model::outcome::Outcome;
+use crate::model::view::ConsumerView;
 use crate::retry::RetryPolicy;
 use crate::telemetry::{Reminder, Telemetry};
 

@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use async_nats::jetstream::stream;
-use order_processor::delivery::{Delivery, Digest, Position, Raw};
+use order_processor::model::delivery::{Delivery, Position, Raw};
+use order_processor::model::id::Digest;
 use order_processor::store::sqlite::Lookup;
 use order_processor::store::sqlite::ids::SEGMENT_ROWS;
 use order_processor::store::{Claim, Gone, Prunable, Store};

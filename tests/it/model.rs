@@ -11,11 +11,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use order_processor::config::OnConflict;
-use order_processor::delivery::{Delivery, Digest, Position, Raw};
 use order_processor::handler::{Failure, Handler};
 use order_processor::inbox::{Inbox, Outcomes};
-use order_processor::metrics::{DbErrorClass, Label};
-use order_processor::outcome::{Outcome, Reason};
+use order_processor::metrics::DbErrorClass;
+use order_processor::model::delivery::{Delivery, Position, Raw};
+use order_processor::model::id::Digest;
+use order_processor::model::label::Label;
+use order_processor::model::outcome::{Outcome, Reason};
 use order_processor::retry::RetryPolicy;
 use order_processor::store::{self, Store, Tx};
 use proptest::collection::vec;

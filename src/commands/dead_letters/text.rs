@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
-use crate::store::letters::{Envelope, Letter, Pile};
+use crate::model::letter::{Envelope, Letter, Pile};
 
 /// Characters of an error in the table, and of each other text. Ids and subjects are as long as their publishers like.
 const ERROR_MAX: usize = 60;

@@ -19,8 +19,9 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::{bind, chunks, values};
-use crate::delivery::{Delivery, Digest, head};
 use crate::metrics::DbErrorClass;
+use crate::model::delivery::Delivery;
+use crate::model::id::{Digest, head};
 use crate::store::Error;
 
 /// Ids that are sealed together. They take 3 MiB of memory before, and 150 kB for their filter after.

@@ -7,9 +7,9 @@ use sqlx::sqlite::{SqliteArguments, SqliteRow};
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::{Store, Tx, bind, headers_json, open_to_read, require_beside, to_i64};
-use crate::delivery::Digest;
-use crate::metrics::Label;
-use crate::store::letters::{Closed, Closing, Envelope, Letter, Pile, Which};
+use crate::model::id::Digest;
+use crate::model::label::Label;
+use crate::model::letter::{Closed, Closing, Envelope, Letter, Pile, Which};
 use crate::store::{Error, OpenError};
 
 const ENVELOPE: &str =

@@ -1,109 +1,14 @@
-//! One delivery of one message: what the server said about it, its message id and its digest. No I/O.
-//!
-//! A message is stored once and may be delivered many times; everything here belongs to one handing-out of it.
+//! The message id and the digest of a message. No I/O.
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use crate::outcome::Reason;
+use super::delivery::{Position, Raw};
 
 /// The header in which publishers put the id of a message (also the server's own deduplication header).
 pub const MESSAGE_ID_HEADER: &str = "Nats-Msg-Id";
-
-/// Headers in no order across names; several values of one name stay in their order.
-pub type Headers = Vec<(String, String)>;
-
-/// What the server handed out, before we made an id of it.
-#[derive(Clone, Debug)]
-pub struct Raw {
-    /// Shared, as the id is, with the statements that it is bound to.
-    pub subject: Arc<str>,
-    pub headers: Headers,
-    pub payload: Bytes,
-    pub position: Position,
-    /// Why the client cannot parse the message; its headers are then one raw block.
-    pub unreadable: Option<String>,
-}
-
-/// Where acknowledgements of a delivery go.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reply {
-    pub subject: String,
-    /// Of the delivery that brought this subject; retry delays depend on it.
-    pub delivered: u64,
-}
-
-/// Nanoseconds since 1970 UTC, as the server and the tables count time.
-pub fn unix_ns(at: SystemTime) -> i64 {
-    at.duration_since(UNIX_EPOCH).map_or(0, |since| i64::try_from(since.as_nanos()).unwrap_or(i64::MAX))
-}
-
-/// Where a delivery stands, as its reply subject says (ADR-15 of the NATS project).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Position {
-    /// The server's 1-based count of deliveries of this message; it also counts those that never reached a handler.
-    pub delivered: u64,
-    pub stream_seq: u64,
-    pub consumer_seq: u64,
-    /// When the server stored the message, in nanoseconds since 1970 UTC.
-    pub published_ns: i64,
-}
-
-impl Position {
-    /// Reads `$JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<published, ns>.<pending>` and the newer form,
-    /// which has domain and account hash before the stream and perhaps more at its end. `None` for anything else.
-    pub fn parse(reply: &str) -> Option<Self> {
-        // Byte by byte: the tokens are shorter than what a search needs to begin.
-        let is_dot = |byte: &u8| *byte == b'.';
-        let tokens = reply.strip_prefix("$JS.ACK.")?.as_bytes();
-        let mut numbers = tokens.split(is_dot).skip(match tokens.iter().filter(|byte| is_dot(byte)).count() {
-            6 => 2,
-            8.. => 4,
-            _ => return None,
-        });
-        let mut next = || numbers.next().and_then(|number| str::from_utf8(number).ok());
-        let position = Self {
-            delivered: next()?.parse().ok()?,
-            stream_seq: next()?.parse().ok()?,
-            consumer_seq: next()?.parse().ok()?,
-            published_ns: next()?.parse().ok()?,
-        };
-        next()?.parse::<u64>().ok().map(|_pending| position)
-    }
-}
-
-/// One delivery, ready for the [inbox](crate::inbox).
-#[derive(Clone, Debug)]
-pub struct Delivery {
-    pub raw: Raw,
-    /// The message id: the same for every delivery of the message, and for its repetitions by the publisher.
-    pub id: Arc<str>,
-    pub digest: Digest,
-    /// Why the message is to be dead-lettered unapplied, whatever the handler would say.
-    pub defect: Option<(Reason, String)>,
-}
-
-impl Delivery {
-    /// Derives id and digest.
-    pub fn new(raw: Raw, scheme: &IdScheme) -> Self {
-        let digest = Digest::of(&raw.subject, &raw.payload);
-        let (id, defect) = match (&raw.unreadable, scheme.derive(&raw)) {
-            (Some(why), _) => (scheme.position(&raw), Some((Reason::Unreadable, why.clone()))),
-            (None, Err(error)) => (scheme.position(&raw), Some((Reason::Undecodable, error))),
-            (None, Ok(id)) => (id, None),
-        };
-        Self { raw, id, digest, defect }
-    }
-
-    /// What this delivery weighs against `batch.max_bytes`.
-    pub fn bytes(&self) -> usize {
-        self.raw.payload.len() + self.raw.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()
-    }
-}
 
 /// How message ids are made.
 ///
@@ -121,7 +26,7 @@ pub struct IdScheme {
 
 impl IdScheme {
     /// The id of a message, or why its payload cannot give the one that the pointer asks for.
-    fn derive(&self, raw: &Raw) -> Result<Arc<str>, String> {
+    pub(super) fn derive(&self, raw: &Raw) -> Result<Arc<str>, String> {
         let header = raw.headers.iter().find(|(name, value)| name == MESSAGE_ID_HEADER && !value.is_empty());
         if let Some((_, id)) = header {
             return Ok(Arc::from(id.as_str()));
@@ -137,7 +42,7 @@ impl IdScheme {
         Ok(self.position(raw))
     }
 
-    fn position(&self, raw: &Raw) -> Arc<str> {
+    pub(super) fn position(&self, raw: &Raw) -> Arc<str> {
         let Position { stream_seq, published_ns, .. } = raw.position;
         format!("{}@{}:{stream_seq}:{published_ns}", self.stream, self.stream_created_ns).into()
     }
@@ -209,12 +114,14 @@ impl std::fmt::Display for Digest {
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use proptest::collection::vec;
     use proptest::prelude::*;
     use proptest::sample::select;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::model::delivery::Delivery;
 
     fn raw(headers: &[(&str, &str)], payload: &str) -> Raw {
         Raw {
@@ -284,24 +191,6 @@ mod tests {
         for payload in ["", r#"{"id": "half"#, r#"{"id":1} x"#, "\u{0}"] {
             assert!(id(Some("/id"), raw(&[], payload)).is_err(), "{payload}");
             assert_eq!(id(None, raw(&[], payload)).unwrap(), POSITION);
-        }
-    }
-
-    #[test]
-    fn both_forms_of_the_reply_subject_are_read_and_nothing_else_is() {
-        let position =
-            Position { delivered: 3, stream_seq: 100, consumer_seq: 7, published_ns: 1_790_230_470_084_404_000 };
-        let tail = "3.100.7.1790230470084404000.42";
-        for good in [
-            format!("$JS.ACK.ORDERS.order-processor.{tail}"),
-            format!("$JS.ACK._.hash.ORDERS.order-processor.{tail}"),
-            format!("$JS.ACK.hub.hash.ORDERS.order-processor.{tail}.token.more"),
-        ] {
-            assert_eq!(Position::parse(&good), Some(position), "{good}");
-        }
-        for bad in ["", "$JS.ACK.", "_INBOX.x", "$JS.ACK.a.b.1.2.3.4", "$JS.ACK.a.b.x.2.3.4.5", "$JS.ACK.a.b.1.2.3.4.x"]
-        {
-            assert_eq!(Position::parse(bad), None, "{bad}");
         }
     }
 
@@ -473,9 +362,5 @@ mod tests {
             prop_assert_eq!(Position::parse(&reply).is_some(), is_position, "{}", reply);
         }
 
-        #[test]
-        fn no_text_makes_the_parser_of_positions_panic(reply in ".*") {
-            prop_assert_eq!(Position::parse(&reply), None);
-        }
     }
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use crate::metrics::Label;
+use crate::model::label::Label;
 
 /// What one run over one message came to.
 ///
