@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 
 use order_processor::config::{Config, Loaded};
-use order_processor::consumer::quarantine::{read_answer, why_unreadable};
+use order_processor::jetstream::unreadable::{read_answer, why_unreadable};
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::{IdScheme, MESSAGE_ID_HEADER};
 

@@ -16,6 +16,7 @@ pub use parse::ByteSize;
 use read::{Reader, Refused, read_config};
 use sources::{env_layer, file_layer, toml_layer};
 
+pub mod level;
 mod parse;
 mod read;
 mod sources;
@@ -208,7 +209,7 @@ pub struct Shutdown {
 /// What is logged, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
-    /// Directives that [`crate::logging::parse_level`] accepts.
+    /// Directives that [`crate::config::level::parse_level`] accepts.
     pub level: String,
     pub format: LogFormat,
 }

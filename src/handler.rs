@@ -1,4 +1,6 @@
-//! The extension point: what an order means to the business. The built-in one is [`crate::orders::Orders`].
+//! The extension point: what an order means to the business. The built-in one is [`crate::handler::orders::Orders`].
+
+pub mod orders;
 
 use async_trait::async_trait;
 

@@ -9,40 +9,49 @@
 //! pull  →  delivery  →  inbox: claim + apply, one transaction per batch  →  COMMIT (fsync)  →  acknowledge
 //! ```
 //!
-//! # Reading order
+//! # The rooms
 //!
-//! 1. [`worker`]: the loop. Everything else is called from there.
-//! 2. [`inbox`]: one batch in one transaction, and what becomes of each message; [`outcome`] turns that into an acknowledgement,
-//!    [`retry`] decides over failures.
-//! 3. [`handler`]: what an order means to the business, and both sides' contract; [`orders`] is the built-in one.
-//! 4. [`delivery`]: message id and digest. [`store`]: the tables.
-//! 5. [`consumer`]: the server's side: bind, pull, acknowledge, and the cure for every trouble. [`survey`]: what it has given up.
+//! Each module at the root is a room. A room uses only rooms of a lower number; a test holds that (`tidy::*`).
 //!
-//! Around it: [`cli`] and [`commands`], [`pause`], [`config`], [`health`], [`metrics`], [`telemetry`], [`http`], [`logging`], [`shutdown`],
-//! [`systemd`], [`errors`].
+//! | room | what it owns |
+//! |---|---|
+//! | 0 [`model`] | the data types: delivery, id, outcome, dead letter; no I/O |
+//! | 0 [`config`] | the settings and where each value came from |
+//! | 1 [`store`] | the database: claim ids, commit, count attempts, keep dead letters |
+//! | 2 [`telemetry`] | health, metrics, log, systemd |
+//! | 3 [`jetstream`] | the server's side: bind, pull, acknowledge, and the cure for every trouble |
+//! | 3 [`handler`] | what an order does: the [`Handler`] trait and the built-in handler |
+//! | 4 [`worker`] | the loop, and one batch in one transaction |
+//! | 5 [`ops`] | what operators touch: commands, exit codes, signals, the HTTP server |
 //!
-//! # Invariants, and where they are proven (`tests/it`)
+//! Begin with [`worker::worker`], the loop; everything else is called from there. [`worker::inbox`] is one batch in one
+//! transaction. [`model::outcome`] turns what became of a message into its acknowledgement.
 //!
-//! - Acknowledged only after the commit: `handlers::nothing_is_acknowledged_*`, `stopping::a_commit_that_waits_*`.
-//! - Applied once, whenever the process is killed: `kills::killed_at_thirty_random_moments_*`, `torture::*`.
-//! - One bad order harms no neighbour: `handlers::*`.
-//! - What is held is never run twice and never redelivered for slowness: `handlers::a_handler_slower_than_ack_wait_*`.
-//! - A sequence is no identity: `kills::stream_recreated_*`.
-//! - Trouble of the database or the server spends no attempt: `handlers::nothing_is_acknowledged_*`.
+//! # Invariants, and the tests that prove them (`tests/it`)
+//!
+//! - A message is acknowledged only after the commit: `handlers::while_the_database_is_locked_nothing_is_*`,
+//!   `surroundings::nothing_is_acknowledged_*`.
+//! - An order is applied once, whenever the process is killed: `kills::killed_at_thirty_random_moments_*`, `torture::*`.
+//! - One bad order does not affect the other orders: `handlers::*`.
+//! - A held delivery is never run twice, and slow work causes no redelivery: `handlers::a_handler_slower_than_ack_wait_*`.
+//! - A sequence does not identify a message: `kills::stream_recreated_*`.
+//! - A fault of the database or of the server counts no attempt: `handlers::while_the_database_is_locked_nothing_is_*`.
 //!
 //! # What is absent on purpose
 //!
-//! No network call happens inside a transaction. No future that commits is ever dropped half-way: batches run on a task of their
-//! own. Handlers never acknowledge. Nothing but `setup` and `teardown` changes anything on the server. Position is kept by the
-//! server alone; the database knows ids, not offsets.
+//! No network call happens inside a transaction. A batch runs on a task of its own. Only the deadline of a drain cuts a batch off;
+//! that batch is undone, nothing of it is acknowledged, and the ids decide at the next start. Handlers never acknowledge.
+//! The daemon changes nothing on the server: `setup` and `teardown` do on request, `publish` stores messages, and `audit`
+//! reads through a consumer of its own that it deletes again. The server alone keeps the position; the database knows ids, not
+//! offsets.
 //!
 //! # A daemon of your own
 //!
-//! Implement [`handler::Handler`] and pass it to [`cli::main`]:
+//! Implement [`Handler`] and pass it to [`main`]:
 //!
 //! ```no_run
 //! use async_trait::async_trait;
-//! use order_processor::{cli, delivery::Delivery, handler::{Failure, Handler}, sqlx, store::Tx};
+//! use order_processor::{Delivery, Failure, Handler, Tx, sqlx};
 //!
 //! struct Totals;
 //!
@@ -64,31 +73,24 @@
 //! }
 //!
 //! fn main() -> std::process::ExitCode {
-//!     cli::main(Totals)
+//!     order_processor::main(Totals)
 //! }
 //! ```
 #![forbid(unsafe_code)]
 
-pub mod cli;
-pub mod commands;
 pub mod config;
-pub mod consumer;
 pub mod handler;
-pub mod health;
-pub mod http;
-pub mod inbox;
-pub mod logging;
-pub mod metrics;
+pub mod jetstream;
 pub mod model;
-pub mod orders;
-pub mod pause;
-pub mod retry;
-pub mod shutdown;
+pub mod ops;
 pub mod store;
-pub mod survey;
-pub mod systemd;
 pub mod telemetry;
 pub mod worker;
 
-/// The version that [`store::Tx::sqlite`] speaks.
+pub use handler::{Failure, Handler};
+pub use model::delivery::Delivery;
+pub use ops::cli::main;
+pub use store::Tx;
+
+/// The version of the database driver that [`Tx::sqlite`] speaks.
 pub use sqlx;

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    order_processor::cli::main(order_processor::orders::Orders)
+    order_processor::main(order_processor::handler::orders::Orders)
 }

@@ -1,5 +1,10 @@
 //! What the daemon shows of itself, in one place: where a fact belongs to both a metric and the health, both are set together.
 
+pub mod health;
+pub mod log;
+pub mod metrics;
+pub mod systemd;
+
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,14 +12,14 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
-use crate::health::Health;
-use crate::metrics::{Metrics, SeenBy};
 use crate::model::delivery::Delivery;
 use crate::model::outcome::Outcome;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
-use crate::pause::Pause;
+use crate::store::sqlite::pause::Pause;
 use crate::store::{Counts, Sizes};
+use crate::telemetry::health::Health;
+use crate::telemetry::metrics::{Metrics, SeenBy};
 
 /// The same trouble is said again after this long.
 const REMIND_AFTER: Duration = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 
 use super::Database;
-use crate::logging;
+use super::level::parse_level;
 
 fn from_environment(value: &Value) -> bool {
     value.origin().is_some_and(|origin| origin.starts_with("environment"))
@@ -201,7 +201,7 @@ pub fn socket_address(value: &Value) -> Result<SocketAddr, String> {
 /// The directives, without white space around the commas.
 pub fn log_level(value: &Value) -> Result<String, String> {
     let directives = text(value)?.split(',').map(str::trim).collect::<Vec<_>>().join(",");
-    logging::parse_level(&directives)
+    parse_level(&directives)
         .map_err(|error| format!("holds {:?}, which is neither a level nor target=level", error.part))?;
     Ok(directives)
 }

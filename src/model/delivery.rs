@@ -65,7 +65,7 @@ impl Position {
     }
 }
 
-/// One delivery, ready for the [inbox](crate::inbox).
+/// One delivery, ready for the [inbox](crate::worker::inbox).
 #[derive(Clone, Debug)]
 pub struct Delivery {
     pub raw: Raw,

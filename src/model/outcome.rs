@@ -8,7 +8,7 @@ use crate::model::label::Label;
 /// What one run over one message came to.
 ///
 /// There is no outcome for "the database or the server is away": then nothing is decided, nothing is
-/// acknowledged and no attempt is spent. See [`crate::inbox`].
+/// acknowledged and no attempt is spent. See [`crate::worker::inbox`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The effect of the message is durable, and this run made it so.

@@ -19,15 +19,17 @@ use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConn
 use tokio::time::Instant;
 
 use self::ids::{Fresh, Ids, Key};
-use super::lock::{self, Lock, LockError};
+use self::lock::{Lock, LockError};
 use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
-use crate::metrics::DbErrorClass;
 use crate::model::delivery::{Delivery, Headers};
 use crate::model::label::Label;
+use crate::store::ErrorClass;
 
 pub mod backup;
 pub mod ids;
 pub mod letters;
+pub mod lock;
+pub mod pause;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 
@@ -221,7 +223,7 @@ impl Store {
                 // It then wrote a part or nothing, and says so in this row alone.
                 let text = "another program has a transaction open on the database";
                 let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
-                return Err(Error { doing: DOING, class: DbErrorClass::Busy, source });
+                return Err(Error { doing: DOING, class: ErrorClass::Busy, source });
             }
             self.faulted = false;
         }
@@ -651,17 +653,17 @@ impl Error {
     pub fn new(doing: &'static str, source: sqlx::Error) -> Self {
         let code = source.as_database_error().and_then(|error| error.code()?.parse::<u32>().ok());
         let class = match code.map(|code| code & 0xff) {
-            Some(5 | 6) => DbErrorClass::Busy,
-            Some(8) => DbErrorClass::ReadOnly,
-            Some(10 | 14) => DbErrorClass::Io,
-            Some(11 | 26) => DbErrorClass::Corrupt,
-            Some(13) => DbErrorClass::Full,
+            Some(5 | 6) => ErrorClass::Busy,
+            Some(8) => ErrorClass::ReadOnly,
+            Some(10 | 14) => ErrorClass::Io,
+            Some(11 | 26) => ErrorClass::Corrupt,
+            Some(13) => ErrorClass::Full,
             // Too big, constraint, type mismatch: all about the values of one row.
-            Some(18..=20) => DbErrorClass::Constraint,
-            Some(_) => DbErrorClass::Other,
+            Some(18..=20) => ErrorClass::Constraint,
+            Some(_) => ErrorClass::Other,
             None => match &source {
                 sqlx::Error::Io(error) => io_class(error),
-                _ => DbErrorClass::Other,
+                _ => ErrorClass::Other,
             },
         };
         Self { doing, class, source }
@@ -679,11 +681,11 @@ fn create(path: &Path) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
 
-fn io_class(error: &io::Error) -> DbErrorClass {
+fn io_class(error: &io::Error) -> ErrorClass {
     match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => DbErrorClass::Full,
-        io::ErrorKind::ReadOnlyFilesystem => DbErrorClass::ReadOnly,
-        _ => DbErrorClass::Io,
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorClass::Full,
+        io::ErrorKind::ReadOnlyFilesystem => ErrorClass::ReadOnly,
+        _ => ErrorClass::Io,
     }
 }
 
@@ -718,7 +720,7 @@ fn unusable(path: &Path, source: io::Error) -> OpenError {
     let path = path.to_owned();
     match source.kind() {
         io::ErrorKind::PermissionDenied => OpenError::NotWritable { path, source },
-        _ if class == DbErrorClass::Io => OpenError::Io { path, source },
+        _ if class == ErrorClass::Io => OpenError::Io { path, source },
         _ => OpenError::Database { path, source: Error::new("locking the database", sqlx::Error::Io(source)) },
     }
 }
@@ -754,7 +756,7 @@ fn require_readable(path: &Path) -> Result<(), OpenError> {
 fn unreadable(error: OpenError) -> OpenError {
     match error {
         OpenError::Database { path, source }
-            if matches!(source.class, DbErrorClass::Io | DbErrorClass::ReadOnly)
+            if matches!(source.class, ErrorClass::Io | ErrorClass::ReadOnly)
                 && matches!(require_access(&path), Err(OpenError::NotWritable { .. })) =>
         {
             OpenError::NotReadable(path)
@@ -873,7 +875,7 @@ async fn begin(connection: &mut SqliteConnection, how: &str) -> Result<i64, Erro
 fn not_indexed() -> Error {
     let text = "ids that were put into the database by hand are being indexed; try again when the daemon is ready";
     let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
-    Error { doing: LOOKING_UP, class: DbErrorClass::Busy, source }
+    Error { doing: LOOKING_UP, class: ErrorClass::Busy, source }
 }
 
 /// What the database knows of each of `deliveries`, in their order, and the keys of their ids.

@@ -1,14 +1,14 @@
-//! When to look for the messages that the server has given up, and what follows from what a [survey](crate::survey) found.
+//! When to look for the messages that the server has given up, and what follows from what a [survey](crate::worker::survey) found.
 
 use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Duration, Instant};
 
-use crate::consumer::Arrival;
+use crate::jetstream::consumer::Arrival;
 use crate::model::delivery::Reply;
 use crate::model::text::chain;
 use crate::model::view::ConsumerView;
-use crate::survey::{Conclusion, Judged, LookedAt, Survey, SurveyError, Surveyed};
 use crate::telemetry::Reminder;
+use crate::worker::survey::{Conclusion, Judged, LookedAt, Survey, SurveyError, Surveyed};
 
 /// Until a search that could not conclude is tried again with the same figures.
 const AGAIN: Duration = Duration::from_secs(10);

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::consumer::Limits;
+use crate::jetstream::consumer::Limits;
 use crate::model::outcome::Outcome;
 use crate::model::view::ConsumerView;
-use crate::retry::RetryPolicy;
 use crate::telemetry::{Reminder, Telemetry};
+use crate::worker::retry::RetryPolicy;
 
 /// A message that has not come back this long after it could have is with another worker.
 const GRACE: Duration = Duration::from_secs(10);

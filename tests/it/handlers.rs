@@ -20,7 +20,7 @@ use order_processor::handler::{Failure, Handler};
 use order_processor::model::delivery::Delivery;
 use order_processor::store::{self, Store, Tx};
 use order_processor::telemetry::Telemetry;
-use order_processor::worker::{Ended, Until, Worker, WorkerError};
+use order_processor::worker::worker::{Ended, Until, Worker, WorkerError};
 use sqlx::{ConnectOptions, Connection, Row};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use order_processor::config::OnConflict;
 use order_processor::handler::{Failure, Handler};
-use order_processor::inbox::{Inbox, Outcomes};
-use order_processor::metrics::DbErrorClass;
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
 use order_processor::model::label::Label;
 use order_processor::model::outcome::{Outcome, Reason};
-use order_processor::retry::RetryPolicy;
+use order_processor::store::ErrorClass;
 use order_processor::store::{self, Store, Tx};
+use order_processor::worker::inbox::{Inbox, Outcomes};
+use order_processor::worker::retry::RetryPolicy;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
@@ -519,7 +519,7 @@ impl Bench {
                 let said = outcomes.iter().zip(&expected).map(|(outcome, expected)| said(outcome.as_ref()?, *expected));
                 assert_eq!(said.collect::<Vec<_>>(), expected, "{outcomes:#?}");
             }
-            (Err(Stop::DatabaseFailed), Some(Err(error))) => assert_eq!(error.class, DbErrorClass::Full, "{error}"),
+            (Err(Stop::DatabaseFailed), Some(Err(error))) => assert_eq!(error.class, ErrorClass::Full, "{error}"),
             (Err(Stop::Killed), None) => {}
             (expected, ended) => panic!("expected {expected:?}, and it ended with {ended:?}"),
         }
@@ -697,7 +697,7 @@ impl Handler for Clerk {
             }
             Some(Stop::DatabaseFailed) => {
                 let source = sqlx::Error::PoolTimedOut;
-                return Err(Failure::Store(store::Error { doing: "testing", class: DbErrorClass::Full, source }));
+                return Err(Failure::Store(store::Error { doing: "testing", class: ErrorClass::Full, source }));
             }
             None => {}
         }

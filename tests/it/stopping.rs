@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use order_processor::inbox::SUSPECT_FROM;
+use order_processor::worker::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
 use crate::support::nats::{consumer_config, patient_consumer_config, stream_config};

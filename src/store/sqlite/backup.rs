@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::{OPENING_TO_READ, connect, options, require_known_schema, require_readable, require_sqlite, unreadable};
-use crate::metrics::DbErrorClass;
+use crate::store::ErrorClass;
 use crate::store::{Error, OpenError};
 
 /// What a database holds.
@@ -46,7 +46,7 @@ pub async fn examine(path: &Path) -> Result<Contents, OpenError> {
         sqlx::query_scalar("PRAGMA integrity_check(1)").fetch_one(&mut connection).await.map_err(reading)?;
     if verdict != "ok" {
         let source = sqlx::Error::Protocol(verdict);
-        return Err(failed(Error { doing: "checking the copy", class: DbErrorClass::Corrupt, source }));
+        return Err(failed(Error { doing: "checking the copy", class: ErrorClass::Corrupt, source }));
     }
     let (orders, processed_ids, dead_letters, last_stream_seq) = sqlx::query_as(
         "SELECT (SELECT count(*) FROM orders), (SELECT count(*) FROM processed_ids), (SELECT count(*) FROM dead_letters), \

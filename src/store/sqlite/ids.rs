@@ -19,10 +19,10 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::{bind, chunks, values};
-use crate::metrics::DbErrorClass;
 use crate::model::delivery::Delivery;
 use crate::model::id::{Digest, head};
 use crate::store::Error;
+use crate::store::ErrorClass;
 
 /// Ids that are sealed together. They take 3 MiB of memory before, and 150 kB for their filter after.
 pub const SEGMENT_ROWS: usize = 50_000;
@@ -462,7 +462,7 @@ fn check(number: i64, bytes: &[u8]) -> [u8; CHECK_BYTES] {
 
 /// SQLite finds what is wrong with its own pages; what is wrong with ours is as bad.
 fn damaged(what: String) -> Error {
-    Error { doing: INDEXING, class: DbErrorClass::Corrupt, source: sqlx::Error::Protocol(what) }
+    Error { doing: INDEXING, class: ErrorClass::Corrupt, source: sqlx::Error::Protocol(what) }
 }
 
 /// One id in a page.

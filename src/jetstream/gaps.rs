@@ -1,0 +1,280 @@
+//! Where consumer and stream stand, followed from look to look: messages that are gone from the stream before they were
+//! processed, and a stream that has become shorter. Pure.
+//!
+//! What can be known: a consumer without a filter gets every message in turn, so a sequence that it was never given and that lies
+//! before the stream's first one is a message that is gone, by a limit, a purge or a deletion. With a filter most sequences are
+//! not the consumer's; only what vanishes from `num_pending` without a delivery is certain. No trace at all is left by what was
+//! delivered, and lost with a worker, before it was dropped, and by a purge while no worker runs: it moves the consumer along.
+
+use super::consumer::Found;
+use crate::model::delivery::Position;
+
+/// Gaps between two looks that are kept apart.
+const GAPS_MAX: usize = 64;
+/// A look that was under way when the gap was seen may not know of it yet.
+const LOOKS_PER_GAP: u32 = 2;
+
+/// What an operator has to hear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// The messages with these sequences were not processed and are not in the stream any more.
+    Gone { from: u64, to: u64 },
+    /// So many messages at least were not processed and are gone; the stream now begins at `first`.
+    SomeGone { at_least: u64, first: u64 },
+    /// The stream ends before it did: its tail is lost, and sequences come a second time.
+    Rewound { from: u64, to: u64 },
+    /// The consumer has acknowledged more than the stream holds, and gets nothing until it has grown that far.
+    FloorBeyond { floor: u64, last: u64 },
+}
+
+/// Follows one stream.
+#[derive(Debug, Default)]
+pub struct Positions {
+    /// Up to here every sequence was delivered, or is reported as gone.
+    accounted: u64,
+    /// Of the last delivery. Two in a row show that nobody else got one in between.
+    consumer_seq: u64,
+    gaps: Vec<Gap>,
+    /// The first message that came with a sequence that another one had before: the stream lost its tail and has grown again.
+    second: Option<u64>,
+    last: Option<Look>,
+}
+
+#[derive(Debug)]
+struct Gap {
+    from: u64,
+    to: u64,
+    looks_left: u32,
+}
+
+/// The figures of one look. Those of the stream are a moment older than those of the consumer.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    first: u64,
+    last: u64,
+    /// When the last one was published.
+    last_ns: i128,
+    delivered: u64,
+    delivered_consumer_seq: u64,
+    floor: u64,
+    pending: u64,
+    /// Not every message of the stream is for the consumer.
+    filtered: bool,
+}
+
+impl Look {
+    pub fn of(found: &Found) -> Self {
+        let (state, consumer) = (&found.stream.state, &found.consumer);
+        Self {
+            first: state.first_sequence,
+            last: state.last_sequence,
+            last_ns: state.last_timestamp.unix_timestamp_nanos(),
+            delivered: consumer.delivered.stream_sequence,
+            delivered_consumer_seq: consumer.delivered.consumer_sequence,
+            floor: consumer.ack_floor.stream_sequence,
+            pending: consumer.num_pending,
+            filtered: found.is_filtered(),
+        }
+    }
+}
+
+impl Positions {
+    /// A new binding. `fresh`: to another stream than before, or to another consumer on it.
+    pub fn bound(&mut self, look: Look, fresh: bool) -> Vec<Notice> {
+        if fresh {
+            // Where a consumer begins is its creator's will.
+            *self = Self::default();
+        }
+        if !self.has_seen_all_of(&look) {
+            // What was delivered to nobody that listened is the server's to deliver again.
+            self.accounted = self.accounted.max(look.delivered);
+        }
+        self.consumer_seq = look.delivered_consumer_seq;
+        self.seen(look)
+    }
+
+    /// One delivery came. Whether it wants a look: it leaves a gap, or has the sequence of another message.
+    pub fn delivered(&mut self, position: Position) -> bool {
+        // An empty stream says that its last message came in the year 1.
+        let is_second = |last: &Look| {
+            last.last_ns > 0 && position.stream_seq <= last.last && i128::from(position.published_ns) > last.last_ns
+        };
+        if self.second.is_none() && self.last.as_ref().is_some_and(is_second) {
+            self.second = Some(position.stream_seq);
+            self.accounted = self.accounted.min(position.stream_seq);
+            self.consumer_seq = position.consumer_seq;
+            return true;
+        }
+        let in_turn = position.consumer_seq == self.consumer_seq + 1;
+        self.consumer_seq = position.consumer_seq;
+        let (from, to) = (self.accounted + 1, position.stream_seq.saturating_sub(1));
+        let gap = in_turn && from <= to && !self.last.is_some_and(|last| last.filtered);
+        self.accounted = self.accounted.max(position.stream_seq);
+        if gap && self.gaps.len() < GAPS_MAX {
+            self.gaps.push(Gap { from, to, looks_left: LOOKS_PER_GAP });
+        }
+        gap
+    }
+
+    /// A fresh look.
+    pub fn seen(&mut self, look: Look) -> Vec<Notice> {
+        let mut notices = Vec::new();
+        let before = self.last.replace(look);
+        let second = self.second.take();
+        if let Some(before) = before
+            && (look.last < before.last || second.is_some())
+        {
+            let to = second.map_or(look.last, |second| look.last.min(second.saturating_sub(1)));
+            notices.push(Notice::Rewound { from: before.last, to });
+            self.accounted = self.accounted.min(look.delivered);
+            self.gaps.clear();
+            return notices;
+        }
+        // The floor of the look before: this one's may be younger than the stream's figures.
+        if let Some(before) = before
+            && before.floor > look.last
+        {
+            notices.push(Notice::FloorBeyond { floor: before.floor, last: look.last });
+        }
+        if look.filtered {
+            notices.extend(before.and_then(|before| before.vanished_until(&look)));
+            return notices;
+        }
+        for gap in &mut self.gaps {
+            gap.looks_left -= 1;
+            // What lies behind the first sequence was deleted or skipped by somebody's will.
+            if look.first > gap.from {
+                notices.push(Notice::Gone { from: gap.from, to: gap.to.min(look.first - 1) });
+                gap.looks_left = 0;
+            }
+        }
+        self.gaps.retain(|gap| gap.looks_left > 0);
+        // With a delivery beyond on its way, that one will show the gap. (A purge moves the consumer along without one.)
+        let nothing_on_its_way = look.delivered <= self.accounted || self.has_seen_all_of(&look);
+        if nothing_on_its_way && look.first > self.accounted + 1 {
+            notices.push(Notice::Gone { from: self.accounted + 1, to: look.first - 1 });
+            self.accounted = look.first - 1;
+        }
+        notices
+    }
+}
+
+impl Positions {
+    /// The last delivery that the server has made, to anybody, is one that came here.
+    fn has_seen_all_of(&self, look: &Look) -> bool {
+        self.last.is_some() && self.consumer_seq == look.delivered_consumer_seq
+    }
+}
+
+impl Look {
+    fn vanished_until(&self, later: &Self) -> Option<Notice> {
+        // As many as this were delivered for the first time, at the most.
+        let deliveries = later.delivered_consumer_seq.checked_sub(self.delivered_consumer_seq)?;
+        let at_least = self.pending.checked_sub(deliveries)?.checked_sub(later.pending)?;
+        let dropped = later.first > self.first && later.first > self.delivered + 1;
+        (at_least > 0 && dropped).then_some(Notice::SomeGone { at_least, first: later.first })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(first: u64, last: u64, delivered: u64, pending: u64) -> Look {
+        let (delivered_consumer_seq, floor, last_ns) = (delivered, delivered, i128::from(last));
+        Look { first, last, last_ns, delivered, delivered_consumer_seq, floor, pending, filtered: false }
+    }
+
+    fn delivery(consumer_seq: u64, stream_seq: u64) -> Position {
+        Position { delivered: 1, stream_seq, consumer_seq, published_ns: 0 }
+    }
+
+    fn bound(first: u64, last: u64, delivered: u64) -> Positions {
+        let mut positions = Positions::default();
+        assert_eq!(positions.bound(look(first, last, delivered, last - delivered), true), []);
+        positions
+    }
+
+    #[test]
+    fn what_the_stream_dropped_behind_the_last_delivery_is_gone_once() {
+        let mut positions = bound(1, 10, 10);
+        assert_eq!(positions.seen(look(16, 30, 10, 15)), [Notice::Gone { from: 11, to: 15 }]);
+        assert_eq!(positions.seen(look(16, 30, 10, 15)), []);
+        assert!(!positions.delivered(delivery(11, 16)), "said already");
+        assert_eq!(positions.seen(look(17, 30, 16, 14)), []);
+    }
+
+    #[test]
+    fn what_was_dropped_while_nobody_was_bound_shows_at_the_binding() {
+        let mut positions = Positions::default();
+        assert_eq!(positions.bound(look(6, 10, 2, 5), true), [Notice::Gone { from: 3, to: 5 }]);
+    }
+
+    #[test]
+    fn a_gap_between_two_deliveries_counts_only_up_to_the_first_sequence() {
+        let mut positions = bound(1, 10, 10);
+        assert!(positions.delivered(delivery(11, 21)));
+        // A look that was under way knows nothing of it yet.
+        assert_eq!(positions.seen(look(1, 30, 21, 9)), []);
+        assert_eq!(positions.seen(look(21, 30, 21, 9)), [Notice::Gone { from: 11, to: 20 }]);
+
+        let mut positions = bound(1, 10, 10);
+        assert!(positions.delivered(delivery(11, 21)));
+        assert_eq!(positions.seen(look(1, 30, 21, 9)), []);
+        assert_eq!(positions.seen(look(1, 30, 21, 9)), [], "deleted from the middle");
+        assert_eq!(positions.seen(look(25, 30, 30, 0)), []);
+    }
+
+    #[test]
+    fn a_purge_that_moves_the_consumer_along_hides_nothing_from_a_worker_that_saw_every_delivery() {
+        let purged = Look { delivered_consumer_seq: 10, ..look(31, 30, 30, 0) };
+        assert_eq!(bound(1, 10, 10).seen(purged), [Notice::Gone { from: 11, to: 30 }]);
+        assert_eq!(bound(1, 10, 10).bound(purged, false), [Notice::Gone { from: 11, to: 30 }]);
+    }
+
+    #[test]
+    fn what_another_worker_got_is_not_gone() {
+        let mut positions = bound(1, 10, 10);
+        assert!(!positions.delivered(delivery(21, 21)), "ten deliveries went elsewhere");
+        assert!(!positions.delivered(delivery(22, 22)));
+        assert_eq!(positions.seen(look(20, 30, 30, 0)), [], "the rest is on its way to somebody");
+    }
+
+    #[test]
+    fn with_a_filter_only_what_vanishes_from_pending_is_certain() {
+        let filtered = |first, delivered, pending| Look { filtered: true, ..look(first, 100, delivered, pending) };
+        let mut positions = Positions::default();
+        assert_eq!(positions.bound(filtered(50, 10, 0), true), [], "not ours, as far as we know");
+        assert_eq!(positions.seen(filtered(50, 10, 20)), []);
+        assert!(!positions.delivered(delivery(11, 55)));
+        assert_eq!(positions.seen(filtered(70, 11, 12)), [Notice::SomeGone { at_least: 7, first: 70 }]);
+    }
+
+    #[test]
+    fn a_shorter_stream_is_said_once_and_its_sequences_count_anew() {
+        let mut positions = bound(1, 10, 10);
+        assert_eq!(positions.bound(look(1, 5, 5, 0), false), [Notice::Rewound { from: 10, to: 5 }]);
+        assert_eq!(positions.seen(look(1, 5, 5, 0)), []);
+        assert_eq!(positions.seen(look(8, 10, 5, 3)), [Notice::Gone { from: 6, to: 7 }]);
+    }
+
+    #[test]
+    fn a_stream_that_lost_its_tail_and_has_grown_past_it_before_the_next_look_shows_by_its_messages() {
+        let mut positions = bound(1, 10, 10);
+        let published = |stream_seq, published_ns| Position { published_ns, ..delivery(stream_seq, stream_seq) };
+        assert!(!positions.delivered(published(8, 8)), "again, as it was");
+        assert!(positions.delivered(published(8, 11)), "published after the tenth");
+        positions.delivered(published(9, 12));
+        assert_eq!(positions.seen(look(1, 20, 9, 11)), [Notice::Rewound { from: 10, to: 7 }]);
+        assert_eq!(positions.seen(look(1, 20, 9, 11)), []);
+        assert!(!positions.delivered(published(10, 13)));
+    }
+
+    #[test]
+    fn a_floor_beyond_the_end_of_the_stream_is_said_when_it_is_no_matter_of_the_moment() {
+        let ahead = Look { floor: 12, ..look(1, 10, 12, 0) };
+        let mut positions = Positions::default();
+        assert_eq!(positions.bound(ahead, true), []);
+        assert_eq!(positions.seen(ahead), [Notice::FloorBeyond { floor: 12, last: 10 }]);
+    }
+}

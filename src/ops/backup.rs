@@ -1,0 +1,87 @@
+//! `backup`: a consistent copy of the database, checked before it gets its name. The daemon may run or not.
+
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::ProgressBar;
+use tokio_util::sync::CancellationToken;
+
+use super::new_file::NewFile;
+use crate::config::Config;
+use crate::ops::signals;
+use crate::store::OpenError;
+use crate::store::sqlite::backup::{self, Contents};
+
+const BAR_EVERY: Duration = Duration::from_millis(100);
+
+#[derive(Debug, Args)]
+pub struct BackupArgs {
+    /// Where the copy goes; must not exist
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum BackupError {
+    #[error("{} exists; a backup overwrites nothing, choose another name", .0.display())]
+    Exists(PathBuf),
+    #[error("cannot write {}", .0.display())]
+    Write(PathBuf, #[source] io::Error),
+    #[error(transparent)]
+    Database(#[from] OpenError),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error("stopped; there is no backup")]
+    Stopped,
+    #[error("cannot write the answer")]
+    Output(#[from] io::Error),
+}
+
+/// Copies, checks, syncs, and only then gives the copy its name.
+pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Result<(), BackupError> {
+    let stop = CancellationToken::new();
+    signals::listen(stop.clone(), || {}).map_err(BackupError::Signals)?;
+    // SQLite takes a name like "file:x" for something else.
+    let file = std::path::absolute(&args.file).map_err(|source| BackupError::Write(args.file.clone(), source))?;
+    let making = make(&config.database.path, &file, &args.file);
+    let Some(made) = stop.run_until_cancelled(making).await else { return Err(BackupError::Stopped) };
+    let Contents { orders, processed_ids, dead_letters, last_stream_seq } = made?;
+    let last = last_stream_seq.map_or_else(|| "none".to_owned(), |seq| seq.to_string());
+    writeln!(
+        out,
+        "{}: {orders} orders, {processed_ids} ids, {dead_letters} dead letters, last stream sequence {last}",
+        args.file.display()
+    )?;
+    Ok(())
+}
+
+/// `named` is what the operator calls the file.
+async fn make(database: &Path, file: &Path, named: &Path) -> Result<Contents, BackupError> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::AlreadyExists => BackupError::Exists(named.to_owned()),
+        _ => BackupError::Write(file.to_owned(), source),
+    };
+    let new = NewFile::create(file).map_err(failed)?;
+    let contents = tokio::select! {
+        copied = async {
+            backup::copy(database, new.partial()).await?;
+            backup::examine(new.partial()).await
+        } => copied?,
+        never = show_progress(database, new.partial()) => match never {},
+    };
+    new.keep().map_err(failed)?;
+    Ok(contents)
+}
+
+/// A bar on a terminal. The size of the original is a bound: free pages are not copied.
+async fn show_progress(database: &Path, copy: &Path) -> std::convert::Infallible {
+    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
+    let bar = if io::stderr().is_terminal() { ProgressBar::new(bytes(database)) } else { ProgressBar::hidden() };
+    let mut every = tokio::time::interval(BAR_EVERY);
+    loop {
+        every.tick().await;
+        bar.set_position(bytes(copy));
+    }
+}

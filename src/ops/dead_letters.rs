@@ -1,0 +1,503 @@
+//! `dead-letters`: look at them, apply them again, give them up. Needs the database and no server; the daemon may run or not.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::{Duration, SystemTime};
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgGroup, Args, Subcommand};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::Config;
+use crate::handler::Handler;
+use crate::model::id::Digest;
+use crate::model::label::Label;
+use crate::model::letter::{Closed, Closing, Envelope, Pile, Which};
+use crate::model::outcome::Reason;
+use crate::model::subject::SubjectPattern;
+use crate::model::time::unix_ns;
+use crate::ops::new_file::NewFile;
+use crate::ops::signals;
+use crate::ops::{confirmed, operator};
+use crate::store::ErrorClass;
+use crate::store::sqlite::letters::{Order, Range, Reader};
+use crate::store::{self, OpenError, Store};
+use crate::worker::inbox::replay::{self, Replay, Replayed};
+
+mod text;
+
+/// Letters read at once.
+const PAGE: u32 = 500;
+/// What a table shows unless it is told otherwise.
+const TABLE_LIMIT: u32 = 100;
+/// Letters discarded in one transaction, so that the daemon never waits long.
+const DISCARD_STEP: usize = 100;
+/// How long a command tries to write beside a busy daemon.
+const BUSY_PATIENCE: Duration = Duration::from_secs(30);
+
+#[derive(Debug, Subcommand)]
+pub enum DeadLettersCommand {
+    /// List dead letters, newest first
+    List(ListArgs),
+    /// Show dead letters whole: headers, reason, error, payload
+    Show(ShowArgs),
+    /// Apply dead letters again, each in one transaction that also takes the letter away
+    Replay(ReplayArgs),
+    /// Give dead letters up for ever (asks first); they stay on record
+    Discard(DiscardArgs),
+    /// Write dead letters, whole, as lines of JSON
+    Export(ExportArgs),
+}
+
+/// Filters that every command has.
+#[derive(Debug, Args)]
+struct Filters {
+    /// Only letters with this reason
+    #[arg(long, value_parser = reasons())]
+    reason: Option<Reason>,
+    /// Only letters of this subject; * is one token, > at the end is the rest
+    #[arg(long, value_name = "SUBJECT", value_parser = SubjectPattern::from_str)]
+    subject: Option<SubjectPattern>,
+    /// Only letters that died since TIME (UTC): 2026-11-29, 2026-11-29T21:00:00Z, or how long ago, such as 2h
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
+    since: Option<SystemTime>,
+    /// Only letters that died before TIME
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
+    until: Option<SystemTime>,
+}
+
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    #[command(flatten)]
+    filters: Filters,
+    /// Show this many at most [default: 100 in a table, all with --json]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// List what was replayed and discarded instead
+    #[arg(long)]
+    closed: bool,
+    /// Print one JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    /// Message ids; all letters of an id are shown, closed ones as well
+    #[arg(required = true, value_name = "ID")]
+    ids: Vec<String>,
+    /// Print one JSON object a line, payload in base64
+    #[arg(long)]
+    json: bool,
+}
+
+/// Letters to act on. Nothing is acted on by default.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("which").required(true).multiple(true).args(["ids", "reason", "subject", "since", "until", "all"])))]
+struct Selection {
+    /// Message ids; an id stands for all letters that have it
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    #[command(flatten)]
+    filters: Filters,
+    /// All letters
+    #[arg(long, conflicts_with = "ids")]
+    all: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ReplayArgs {
+    #[command(flatten)]
+    selection: Selection,
+    /// Apply a letter whose id belongs to another order under an id of its own
+    #[arg(long)]
+    as_new: bool,
+    /// Run the handler, undo everything and say what would have come of it
+    #[arg(long)]
+    dry_run: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct DiscardArgs {
+    #[command(flatten)]
+    selection: Selection,
+    /// Do not ask
+    #[arg(long)]
+    yes: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Write to this file, which must not exist; - is standard output [default: -]
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    filters: Filters,
+    /// Write what was replayed and discarded instead
+    #[arg(long)]
+    closed: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum DeadLettersError {
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    #[error(transparent)]
+    Store(#[from] store::Error),
+    #[error("no dead letter has the id {0:?}")]
+    NoSuchId(String),
+    #[error("no dead letter has the id {id:?}; it was {} by {} at {}", closed.closing.name(), closed.by, text::seconds(closed.at_ns))]
+    ClosedAlready { id: String, closed: Closed },
+    #[error(
+        "nothing matches: the ids that were given are of other letters than --reason, --subject, --since and --until select"
+    )]
+    NothingMatches,
+    #[error("nothing was discarded")]
+    Declined,
+    #[error("this gives {0} dead letters up for ever: confirm it with --yes")]
+    NotConfirmed(usize),
+    #[error("cannot write {}", .0.display())]
+    File(PathBuf, #[source] io::Error),
+    #[error("cannot listen for signals")]
+    Signals(#[source] io::Error),
+    #[error("stopped; {} was not written", .0.display())]
+    Stopped(PathBuf),
+    #[error("cannot write the answer")]
+    Output(#[from] io::Error),
+}
+
+/// Runs one of the commands. `false` if a letter could not be replayed.
+pub async fn run(
+    config: &Config,
+    command: DeadLettersCommand,
+    handler: &dyn Handler,
+    out: &mut impl Write,
+) -> Result<bool, DeadLettersError> {
+    let ended = match command {
+        DeadLettersCommand::List(args) => list(config, args, out).await.map(|()| true),
+        DeadLettersCommand::Show(args) => show(config, args, out).await.map(|()| true),
+        DeadLettersCommand::Replay(args) => replay(config, args, handler, out).await,
+        DeadLettersCommand::Discard(args) => discard(config, args, out).await.map(|()| true),
+        DeadLettersCommand::Export(args) => export(config, args, out).await.map(|()| true),
+    };
+    ended.map_err(|error| match error {
+        DeadLettersError::Store(source) if source.class == ErrorClass::Corrupt => {
+            OpenError::database(&config.database.path, source).into()
+        }
+        other => other,
+    })
+}
+
+async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
+    let mut reader = Reader::open(&config.database.path).await?;
+    let pile = pile(args.closed);
+    let limit = args.limit.unwrap_or(if args.json { u32::MAX } else { TABLE_LIMIT }) as usize;
+    let mut letters = Letters::new(pile, args.filters.which(vec![]), Order::NewestFirst);
+    let (mut listed, mut more) = (0, 0);
+    let mut widths = None;
+    while let Some(mut page) = letters.next(&mut reader).await? {
+        more += page.len().saturating_sub(limit - listed);
+        page.truncate(limit - listed);
+        listed += page.len();
+        if args.json {
+            for (_, envelope) in &page {
+                writeln!(out, "{}", text::json(envelope))?;
+            }
+            if listed == limit {
+                break;
+            }
+        } else {
+            // The first page decides; a longer id in a later one only shifts its own line.
+            text::table(&page, pile, &mut widths, out)?;
+        }
+    }
+    match (args.json, listed, more) {
+        (false, 0, _) => writeln!(out, "no {}", noun(pile))?,
+        (false, _, 1..) => writeln!(out, "and {more} more; --limit shows more of them")?,
+        _ => {}
+    }
+    Ok(())
+}
+
+async fn show(config: &Config, args: ShowArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
+    let mut reader = Reader::open(&config.database.path).await?;
+    let mut first = true;
+    for id in args.ids {
+        let mut found = false;
+        for pile in [Pile::Open, Pile::Closed] {
+            let which = Which { ids: vec![id.clone()], ..Which::default() };
+            let mut letters = Letters::new(pile, which, Order::NewestFirst);
+            while let Some(page) = letters.next(&mut reader).await? {
+                for (row, _) in page {
+                    let Some(letter) = reader.letter(pile, row).await? else { continue };
+                    found = true;
+                    if args.json {
+                        writeln!(out, "{}", text::whole_json(&letter))?;
+                    } else {
+                        if !first {
+                            writeln!(out)?;
+                        }
+                        text::show(&letter, out)?;
+                    }
+                    first = false;
+                }
+            }
+        }
+        if !found {
+            return Err(DeadLettersError::NoSuchId(id));
+        }
+    }
+    Ok(())
+}
+
+async fn replay(
+    config: &Config,
+    args: ReplayArgs,
+    handler: &dyn Handler,
+    out: &mut impl Write,
+) -> Result<bool, DeadLettersError> {
+    let mut reader = Reader::open(&config.database.path).await?;
+    let mut letters = args.selection.letters(&mut reader).await?;
+    let mut store = Store::open_beside(&config.database.path).await?;
+    let wish = Replay { by: operator(), as_new: args.as_new, dry_run: args.dry_run };
+    let (mut applied, mut known, mut refused, mut failed) = (0_u64, 0_u64, 0_u64, 0_u64);
+    while let Some(page) = letters.next(&mut reader).await? {
+        for (_, envelope) in page {
+            let key = (envelope.id.as_str(), envelope.digest);
+            let replayed = patiently(async || replay::replay(&mut store, handler, key, &wish).await).await?;
+            let (verdict, note) = match replayed {
+                Replayed::Applied(id) if id == envelope.id => (count(&mut applied, "applied"), None),
+                Replayed::Applied(id) => (count(&mut applied, "applied"), Some(format!("as {id}"))),
+                Replayed::Known(_) => (count(&mut known, "known"), Some("was applied before".to_owned())),
+                Replayed::Conflict => {
+                    let note = "its id belongs to another order; --as-new applies it under an id of its own".to_owned();
+                    (count(&mut refused, "refused"), Some(note))
+                }
+                Replayed::Failed(error) => (count(&mut failed, "failed"), Some(error)),
+                Replayed::Gone => continue,
+            };
+            let colon = if note.is_some() { ": " } else { "" };
+            let note = text::clean(&note.unwrap_or_default()).into_owned();
+            writeln!(out, "{verdict:<8} {}{colon}{note}", text::clean(&envelope.id))?;
+        }
+    }
+    let dry = if args.dry_run { "dry run, nothing is changed: " } else { "" };
+    writeln!(out, "{dry}{applied} applied, {known} known, {refused} refused, {failed} failed")?;
+    Ok(refused + failed == 0)
+}
+
+fn count(counter: &mut u64, verdict: &'static str) -> &'static str {
+    *counter += 1;
+    verdict
+}
+
+async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
+    let mut reader = Reader::open(&config.database.path).await?;
+    let mut letters = args.selection.letters(&mut reader).await?;
+    // Those that the question is about, and no others that come meanwhile. Keys only: without the payloads there are room and time.
+    let mut keys: Vec<(String, Digest)> = Vec::new();
+    while let Some(page) = letters.next(&mut reader).await? {
+        keys.extend(page.into_iter().map(|(_, envelope)| (envelope.id, envelope.digest)));
+    }
+    if keys.is_empty() {
+        writeln!(out, "no dead letters")?;
+        return Ok(());
+    }
+    let question = format!("Give {} dead letters up for ever? Type yes to confirm: ", keys.len());
+    if !args.yes {
+        match confirmed(&question, "yes")? {
+            Some(true) => {}
+            Some(false) => return Err(DeadLettersError::Declined),
+            None => return Err(DeadLettersError::NotConfirmed(keys.len())),
+        }
+    }
+    let mut store = Store::open_beside(&config.database.path).await?;
+    let by = operator();
+    let mut discarded = 0;
+    for step in keys.chunks(DISCARD_STEP) {
+        discarded += patiently(async || discard_step(&mut store, step, &by).await).await?;
+    }
+    writeln!(out, "discarded {discarded}; `order-processor dead-letters list --closed` has them on record")?;
+    Ok(())
+}
+
+async fn discard_step(store: &mut Store, keys: &[(String, Digest)], by: &str) -> Result<u64, store::Error> {
+    let at_ns = unix_ns(SystemTime::now());
+    let closed = Closed { closing: Closing::Discarded, by: by.to_owned(), at_ns, applied_id: None };
+    let mut discarded = 0;
+    let mut tx = store.begin().await?;
+    for (id, digest) in keys {
+        if let Some(letter) = tx.take_letter(id, *digest).await? {
+            tx.record_closed(&letter, &closed).await?;
+            discarded += 1;
+        }
+    }
+    tx.commit().await?;
+    Ok(discarded)
+}
+
+async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
+    let mut reader = Reader::open(&config.database.path).await?;
+    let letters = Letters::new(pile(args.closed), args.filters.which(vec![]), Order::OldestFirst);
+    let Some(path) = args.file.filter(|path| path.as_os_str() != "-") else {
+        write_all(letters, &mut reader, out).await?;
+        return Ok(());
+    };
+    let failed = |source| DeadLettersError::File(path.clone(), source);
+    // What was begun is taken away again.
+    let stop = CancellationToken::new();
+    signals::listen(stop.clone(), || {}).map_err(DeadLettersError::Signals)?;
+    let new = NewFile::create(&path).map_err(failed)?;
+    let file = File::options().write(true).open(new.partial()).map_err(failed)?;
+    let mut buffered = io::BufWriter::new(file);
+    let written = match stop.run_until_cancelled(write_all(letters, &mut reader, &mut buffered)).await {
+        None => return Err(DeadLettersError::Stopped(path)),
+        Some(Err(DeadLettersError::Output(source))) => return Err(failed(source)),
+        Some(written) => written?,
+    };
+    buffered.into_inner().map_err(|error| failed(error.into_error()))?;
+    new.keep().map_err(failed)?;
+    writeln!(out, "wrote {written} {} to {}", noun(pile(args.closed)), path.display())?;
+    Ok(())
+}
+
+async fn write_all(mut letters: Letters, reader: &mut Reader, out: &mut impl Write) -> Result<u64, DeadLettersError> {
+    let mut written = 0;
+    while let Some(page) = letters.next(reader).await? {
+        for (row, _) in page {
+            // One at a time: payloads may be large.
+            let Some(letter) = reader.letter(letters.pile, row).await? else { continue };
+            writeln!(out, "{}", text::whole_json(&letter))?;
+            written += 1;
+        }
+    }
+    Ok(written)
+}
+
+/// Letters page by page, each read for itself: no read lasts long enough to be in the daemon's way.
+struct Letters {
+    pile: Pile,
+    which: Which,
+    order: Order,
+    left: Option<Range>,
+}
+
+impl Letters {
+    fn new(pile: Pile, which: Which, order: Order) -> Self {
+        Self { pile, which, order, left: Some(Range::ALL) }
+    }
+
+    /// The next page, perhaps an empty one; `None` at the end.
+    async fn next(&mut self, reader: &mut Reader) -> Result<Option<Vec<(i64, Envelope)>>, store::Error> {
+        let Some(range) = self.left.take() else { return Ok(None) };
+        let (page, left) = reader.page(self.pile, &self.which, range, self.order, PAGE).await?;
+        self.left = left;
+        Ok(Some(page))
+    }
+
+    async fn have_none(mut self, reader: &mut Reader) -> Result<bool, store::Error> {
+        while let Some(page) = self.next(reader).await? {
+            if !page.is_empty() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+impl Filters {
+    fn which(&self, ids: Vec<String>) -> Which {
+        Which {
+            ids,
+            reason: self.reason,
+            subject: self.subject.clone(),
+            since_ns: self.since.map(unix_ns),
+            until_ns: self.until.map(unix_ns),
+        }
+    }
+}
+
+impl Selection {
+    /// The letters that are there now, oldest first. Every id that is named must be one of a letter, and the filters must leave
+    /// one of them.
+    async fn letters(&self, reader: &mut Reader) -> Result<Letters, DeadLettersError> {
+        for id in &self.ids {
+            let which = Which { ids: vec![id.clone()], ..Which::default() };
+            if reader.page(Pile::Open, &which, Range::ALL, Order::NewestFirst, 1).await?.0.is_empty() {
+                let (closed, _) = reader.page(Pile::Closed, &which, Range::ALL, Order::NewestFirst, 1).await?;
+                return Err(match closed.into_iter().find_map(|(_, envelope)| envelope.closed) {
+                    Some(closed) => DeadLettersError::ClosedAlready { id: id.clone(), closed },
+                    None => DeadLettersError::NoSuchId(id.clone()),
+                });
+            }
+        }
+        let through = reader.last_row().await?;
+        let letters = || Letters {
+            left: Some(Range { through, ..Range::ALL }),
+            ..Letters::new(Pile::Open, self.filters.which(self.ids.clone()), Order::OldestFirst)
+        };
+        if !self.ids.is_empty() && letters().have_none(reader).await? {
+            return Err(DeadLettersError::NothingMatches);
+        }
+        Ok(letters())
+    }
+}
+
+/// Again and again while another process is writing, within reason.
+async fn patiently<T>(mut work: impl AsyncFnMut() -> Result<T, store::Error>) -> Result<T, store::Error> {
+    let deadline = Instant::now() + BUSY_PATIENCE;
+    loop {
+        match work().await {
+            Err(error) if error.class == ErrorClass::Busy && Instant::now() < deadline => {}
+            ended => return ended,
+        }
+    }
+}
+
+fn pile(closed: bool) -> Pile {
+    if closed { Pile::Closed } else { Pile::Open }
+}
+
+fn noun(pile: Pile) -> &'static str {
+    match pile {
+        Pile::Open => "dead letters",
+        Pile::Closed => "closed letters",
+    }
+}
+
+fn reasons() -> impl TypedValueParser<Value = Reason> {
+    PossibleValuesParser::new(Reason::ALL.iter().map(|reason| reason.name())).map(|name| {
+        let reason = Reason::ALL.iter().find(|reason| reason.name() == name);
+        *reason.expect("only names of reasons are possible values")
+    })
+}
+
+/// `2h`, which is two hours ago, a moment as RFC 3339 has it, or a date, which is its midnight in UTC.
+fn time(text: &str) -> Result<SystemTime, String> {
+    let ago = humantime::parse_duration(text).ok().and_then(|ago| SystemTime::now().checked_sub(ago));
+    ago.or_else(|| humantime::parse_rfc3339_weak(text).ok())
+        .or_else(|| humantime::parse_rfc3339(&format!("{text}T00:00:00Z")).ok())
+        .ok_or_else(|| "give 90m or 2d for so long ago, a date such as 2026-11-29, or 2026-11-29T21:00:00Z".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_durations_ago_or_moments() {
+        let ago = SystemTime::now().duration_since(time("2h").unwrap()).unwrap();
+        assert!(ago > Duration::from_secs(7100) && ago < Duration::from_secs(7300), "{ago:?}");
+        let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+        assert_eq!(time("2023-11-14T22:13:20Z").unwrap(), moment);
+        assert_eq!(time("2023-11-14 22:13:20").unwrap(), moment);
+        let midnight = SystemTime::UNIX_EPOCH + Duration::from_secs(1_699_920_000);
+        assert_eq!(time("2023-11-14").unwrap(), midnight);
+        for bad in ["", "soon", "2", "2023", "2h ago", "2023-11", "2023-13-01", "-2h"] {
+            assert!(time(bad).is_err(), "{bad}");
+        }
+    }
+}

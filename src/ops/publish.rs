@@ -1,0 +1,261 @@
+//! `publish`: sends orders to the stream and counts only those that the server has stored.
+
+use std::collections::VecDeque;
+use std::future::IntoFuture;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use async_nats::HeaderMap;
+use async_nats::jetstream::context::{self, PublishAckFuture, PublishErrorKind};
+use async_nats::jetstream::{self, Context};
+use clap::{ArgGroup, Args};
+use indicatif::ProgressBar;
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
+
+use crate::config::Config;
+use crate::jetstream::connection::{self, ConnectError, Denials, Visit};
+use crate::model::id::MESSAGE_ID_HEADER;
+
+/// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
+const IN_FLIGHT_MAX: usize = 512;
+/// No server takes a larger message than this (nats-server's hard limit for max_payload), so no line needs more memory.
+const LINE_BYTES_MAX: u64 = 64 * 1024 * 1024;
+const LINE_EVERY: Duration = Duration::from_secs(5);
+
+/// Orders to publish: `--count` made-up ones, or one a line from a file or standard input.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("orders").required(true).args(["count", "file"])))]
+pub struct PublishArgs {
+    /// Publish this many orders, "Order Data 1" and so on
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    count: Option<u64>,
+    /// File with one order a line; - for standard input
+    #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Subject to publish on [default: new below the stream: ORDERS.new]
+    #[arg(long)]
+    subject: Option<String>,
+    /// Number of the first order; in a FILE, the first line that is published
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    start: u64,
+    /// Message ids are this, a dash and the number; give the same again and repeated orders are duplicates [default: random]
+    #[arg(long, value_name = "TEXT")]
+    id_prefix: Option<String>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum PublishError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("cannot read {}", path.display())]
+    Input {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("subject {0:?} cannot be published on; give one without white space, control characters, * and >")]
+    Subject(String),
+    #[error(
+        "--id-prefix {0:?} cannot begin a message id; give text without control characters, and no white space in front"
+    )]
+    IdPrefix(String),
+    #[error("--start {start} and --count {count} go beyond the largest number there is; give a smaller --start")]
+    TooMany { start: u64, count: u64 },
+    #[error("line {number} of {} is longer than any server takes", path.display())]
+    TooLong { path: PathBuf, number: u64 },
+    #[error(
+        "order {number} was not stored ({error}); {stored} were. Repeat from there with {rest} --start {number} --id-prefix {prefix}"
+    )]
+    NotStored { number: u64, stored: u64, rest: String, prefix: String, error: String },
+}
+
+impl PublishError {
+    /// Whether it takes other flags, so that nothing was tried.
+    pub fn is_about_flags(&self) -> bool {
+        match self {
+            Self::Subject(_) | Self::IdPrefix(_) | Self::TooMany { .. } => true,
+            Self::Connect(_) | Self::Input { .. } | Self::TooLong { .. } | Self::NotStored { .. } => false,
+        }
+    }
+}
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub struct Published {
+    pub stored: u64,
+    /// Of these, the server knew the message id already.
+    pub duplicates: u64,
+}
+
+/// Publishes in order. Returns when the server has confirmed each.
+pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, PublishError> {
+    let subject = args.subject.unwrap_or_else(|| subject_of(&config.consumer.stream));
+    // The server takes a wildcard for a name like any other, and no filter would mean what it says.
+    if subject.is_empty() || subject.contains(|c: char| c.is_whitespace() || c.is_control() || c == '*' || c == '>') {
+        return Err(PublishError::Subject(subject));
+    }
+    let prefix = args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..)));
+    // A header cannot hold control characters, and loses white space in front on its way.
+    if prefix.is_empty() || prefix.starts_with(char::is_whitespace) || prefix.contains(char::is_control) {
+        return Err(PublishError::IdPrefix(prefix));
+    }
+    let (start, count) = (args.start, args.count.unwrap_or_default());
+    let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
+    let Visit { client, denials } = connection::visit(&config.nats).await?;
+    let mut publisher = Publisher {
+        jetstream: jetstream::new(client),
+        denials,
+        subject,
+        stream: config.consumer.stream.clone(),
+        prefix,
+        number: start,
+        end,
+        file: args.file.clone(),
+        in_flight: VecDeque::with_capacity(IN_FLIGHT_MAX),
+        published: Published::default(),
+        progress: Progress::new(args.count),
+    };
+    match args.file {
+        Some(path) if path.as_os_str() == "-" => publisher.lines(&path, tokio::io::stdin(), start).await?,
+        Some(path) => {
+            let file = tokio::fs::File::open(&path).await;
+            let file = file.map_err(|source| PublishError::Input { path: path.clone(), source })?;
+            publisher.lines(&path, file, start).await?;
+        }
+        None => {
+            while publisher.number < end {
+                let payload = format!("Order Data {}", publisher.number);
+                publisher.publish(payload.into_bytes()).await?;
+            }
+        }
+    }
+    publisher.finish().await
+}
+
+/// Where orders go unless it is said.
+fn subject_of(stream: &str) -> String {
+    format!("{stream}.new")
+}
+
+/// As a shell takes it for one word.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:@%+=,".contains(c);
+    if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
+}
+
+struct Publisher {
+    jetstream: Context,
+    denials: Denials,
+    subject: String,
+    stream: String,
+    prefix: String,
+    number: u64,
+    /// One after the last number, if there is no file.
+    end: u64,
+    file: Option<PathBuf>,
+    in_flight: VecDeque<(u64, PublishAckFuture)>,
+    published: Published,
+    progress: Progress,
+}
+
+impl Publisher {
+    /// One order a line; empty lines count and are skipped, so that a number is a line number. Begins at line `start`.
+    async fn lines(&mut self, path: &Path, input: impl AsyncRead + Unpin, start: u64) -> Result<(), PublishError> {
+        let failed = |source| PublishError::Input { path: path.to_owned(), source };
+        let mut input = BufReader::new(input);
+        let mut line = Vec::new();
+        let mut number = 0;
+        loop {
+            line.clear();
+            if (&mut input).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await.map_err(failed)? == 0 {
+                return Ok(());
+            }
+            number += 1;
+            if line.len() as u64 == LINE_BYTES_MAX {
+                return Err(PublishError::TooLong { path: path.to_owned(), number });
+            }
+            let order = line.strip_suffix(b"\n").unwrap_or(&line);
+            let order = order.strip_suffix(b"\r").unwrap_or(order);
+            if number >= start && !order.is_empty() {
+                self.number = number;
+                self.publish(order.to_owned()).await?;
+            }
+        }
+    }
+
+    async fn publish(&mut self, payload: Vec<u8>) -> Result<(), PublishError> {
+        if self.in_flight.len() >= IN_FLIGHT_MAX {
+            self.receipt().await?;
+        }
+        let mut headers = HeaderMap::new();
+        headers.insert(MESSAGE_ID_HEADER, format!("{}-{}", self.prefix, self.number).as_str());
+        let sent = self.jetstream.publish_with_headers(self.subject.clone(), headers, payload.into()).await;
+        let receipt = sent.map_err(|error| self.not_stored(self.number, error))?;
+        self.in_flight.push_back((self.number, receipt));
+        self.number += 1;
+        Ok(())
+    }
+
+    /// Waits for the oldest receipt that is due.
+    async fn receipt(&mut self) -> Result<(), PublishError> {
+        let Some((number, receipt)) = self.in_flight.pop_front() else { return Ok(()) };
+        let receipt = receipt.into_future().await.map_err(|error| self.not_stored(number, error))?;
+        self.published.stored += 1;
+        self.published.duplicates += u64::from(receipt.duplicate);
+        self.progress.show(self.published.stored);
+        Ok(())
+    }
+
+    async fn finish(mut self) -> Result<Published, PublishError> {
+        while !self.in_flight.is_empty() {
+            self.receipt().await?;
+        }
+        self.progress.bar.finish_and_clear();
+        Ok(self.published)
+    }
+
+    fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
+        let (stored, prefix) = (self.published.stored, quoted(&self.prefix));
+        let mut rest = match &self.file {
+            Some(path) => quoted(&path.display().to_string()),
+            None => format!("--count {}", self.end - number),
+        };
+        // What this run was told is what the next one must be told.
+        if self.subject != subject_of(&self.stream) {
+            rest = format!("{rest} --subject {}", quoted(&self.subject));
+        }
+        let error = match error.kind() {
+            PublishErrorKind::StreamNotFound => {
+                format!("no stream takes {}; create it with `order-processor setup`", self.subject)
+            }
+            _ => self.denials.last().map_or_else(|| error.to_string(), |denied| denied.to_string()),
+        };
+        PublishError::NotStored { number, stored, rest, prefix, error }
+    }
+}
+
+/// A bar on a terminal, a line now and then elsewhere.
+struct Progress {
+    bar: ProgressBar,
+    said: Instant,
+}
+
+impl Progress {
+    fn new(count: Option<u64>) -> Self {
+        let bar = match (std::io::stderr().is_terminal(), count) {
+            (true, Some(count)) => ProgressBar::new(count),
+            (true, None) => ProgressBar::new_spinner(),
+            (false, _) => ProgressBar::hidden(),
+        };
+        Self { bar, said: Instant::now() }
+    }
+
+    fn show(&mut self, stored: u64) {
+        self.bar.set_position(stored);
+        if self.bar.is_hidden() && self.said.elapsed() >= LINE_EVERY {
+            tracing::info!(stored, "publishing");
+            self.said = Instant::now();
+        }
+    }
+}

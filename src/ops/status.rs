@@ -1,0 +1,318 @@
+//! `status`: where the work stands, asked from the server and the database themselves. The daemon need not run.
+
+use std::io::{self, IsTerminal, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use async_nats::connection::State as ConnectionState;
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+use super::healthcheck::{self, HealthcheckError};
+use crate::config::Config;
+use crate::jetstream::connection::{self, Visit};
+use crate::jetstream::consumer::{self, Found};
+use crate::jetstream::gate::{self, Expectations, Severity};
+use crate::model::text::chain;
+use crate::store::sqlite;
+use crate::store::sqlite::pause::{self, Pause};
+
+mod screen;
+
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+
+#[derive(Debug, Args)]
+pub struct StatusArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// Show it again and again: on a terminal as a view of its own, elsewhere a line each time
+    #[arg(long)]
+    watch: bool,
+    /// How often to look
+    #[arg(long, value_name = "DURATION", default_value = "1s", requires = "watch", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
+    interval: Duration,
+}
+
+impl StatusArgs {
+    /// Whether the terminal is ours alone, so that nobody else may write to it.
+    pub fn takes_the_screen(&self) -> bool {
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+        self.watch && !self.json && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal()
+    }
+}
+
+/// Everything that could be learnt, and what could not.
+#[derive(Clone, Debug, Serialize)]
+pub struct Status {
+    consumer: String,
+    ack_floor: Option<Sequences>,
+    delivered: Option<Sequences>,
+    num_pending: Option<u64>,
+    num_ack_pending: Option<usize>,
+    num_redelivered: Option<usize>,
+    num_waiting: Option<usize>,
+    paused: Option<bool>,
+    stream: StreamStatus,
+    processed_ids: Option<u64>,
+    dead_letters: Option<u64>,
+    /// The pause that an operator began; `paused` is what the server says of the consumer.
+    pause: Option<Pause>,
+    /// `None` if it does not run.
+    daemon: Option<Daemon>,
+    problems: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Sequences {
+    stream_seq: u64,
+    consumer_seq: u64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct StreamStatus {
+    name: String,
+    first_seq: Option<u64>,
+    last_seq: Option<u64>,
+    messages: Option<u64>,
+    bytes: Option<u64>,
+}
+
+/// Prints the status once or again and again. `false` if there is a problem: something could not be learnt,
+/// or the daemon would refuse what is there.
+pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io::Result<bool> {
+    let interval = args.interval.max(INTERVAL_MIN);
+    let mut source = Source { config, visit: None };
+    if args.takes_the_screen() {
+        return screen::run(source, interval).await.map(|()| true);
+    }
+    loop {
+        let status = source.learn().await;
+        match (args.json, args.watch) {
+            (true, _) => writeln!(out, "{}", serde_json::to_string(&status)?)?,
+            (false, true) => writeln!(out, "{}", status.line())?,
+            (false, false) => status.write(out)?,
+        }
+        if !args.watch {
+            return Ok(status.problems.is_empty());
+        }
+        tokio::time::sleep(interval).await;
+    }
+}
+
+/// Where it is learnt: the server, the database, and the daemon if it runs.
+pub struct Source<'a> {
+    config: &'a Config,
+    /// Kept from one look to the next. It reconnects by itself.
+    visit: Option<Visit>,
+}
+
+impl Source<'_> {
+    pub async fn learn(&mut self) -> Status {
+        let config = self.config;
+        let (found, counts, daemon) =
+            tokio::join!(self.server(), sqlite::counts_of(&config.database.path), daemon(config.http.listen));
+        let mut problems = Vec::new();
+        let found = found.map_err(|problem| problems.push(problem)).ok();
+        if let Some(found) = &found {
+            let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
+            let refused = findings.into_iter().filter(|finding| finding.severity == Severity::Refused);
+            problems.extend(refused.map(|finding| finding.text));
+        }
+        let counts = match counts {
+            Ok(counts) => Some(counts),
+            Err(error) => {
+                problems.push(chain(&error));
+                None
+            }
+        };
+        let daemon = daemon.unwrap_or_else(|problem| {
+            problems.push(problem);
+            None
+        });
+        let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
+            let problem = chain(&error);
+            // The folder that keeps us from the database keeps us from the marker, too.
+            if !problems.contains(&problem) {
+                problems.push(problem);
+            }
+            None
+        });
+        Status { pause, daemon, ..Status::new(config, found, counts, problems) }
+    }
+
+    async fn server(&mut self) -> Result<Found, String> {
+        let config = self.config;
+        let visit = match &self.visit {
+            Some(visit) => visit,
+            None => {
+                let visit = connection::visit(&config.nats).await.map_err(|error| chain(&error))?;
+                self.visit.insert(visit)
+            }
+        };
+        if visit.client.connection_state() != ConnectionState::Connected {
+            return Err(format!("the server at {} does not answer", config.nats.redacted_url()));
+        }
+        consumer::visit(visit, &config.consumer).await.map_err(|error| chain(&error))
+    }
+}
+
+/// What the daemon says of itself; `None` if there is none.
+async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String> {
+    // Port 0 lets the system choose, and only the daemon's log knows which one.
+    if listen.port() == 0 {
+        return Ok(None);
+    }
+    match healthcheck::status(listen).await {
+        Ok(body) => match serde_json::from_str(&body) {
+            Ok(daemon) => Ok(Some(daemon)),
+            Err(error) => Err(format!("what listens on {listen} is no daemon of ours: {error}")),
+        },
+        Err(HealthcheckError::Connect { .. }) => Ok(None),
+        Err(error) => Err(chain(&error)),
+    }
+}
+
+/// A part of what `/status` says, of this version or another.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Daemon {
+    version: String,
+    uptime_seconds: u64,
+    ready: bool,
+    live: bool,
+    draining: bool,
+    problems: Vec<Problem>,
+    held: u64,
+    committed_messages: u64,
+    last_commit_at: Option<String>,
+    last_batch_messages: u64,
+    last_batch_seconds: f64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Problem {
+    component: String,
+    cause: String,
+}
+
+impl Daemon {
+    /// In one line, with the cause.
+    fn health(&self) -> String {
+        let causes: Vec<String> =
+            self.problems.iter().map(|problem| format!("{}: {}", problem.component, problem.cause)).collect();
+        match (self.draining, self.live, self.ready) {
+            (true, _, _) => format!("draining, {} deliveries held", self.held),
+            (false, false, _) => "wedged: its loop does not turn".to_owned(),
+            (false, true, true) => "ready".to_owned(),
+            (false, true, false) => format!("not ready: {}", causes.join("; ")),
+        }
+    }
+}
+
+impl Status {
+    fn new(config: &Config, found: Option<Found>, counts: Option<crate::store::Counts>, problems: Vec<String>) -> Self {
+        let consumer = found.as_ref().map(|found| &found.consumer);
+        let stream = found.as_ref().map(|found| &found.stream.state);
+        let sequences = |info: &async_nats::jetstream::consumer::SequenceInfo| Sequences {
+            stream_seq: info.stream_sequence,
+            consumer_seq: info.consumer_sequence,
+        };
+        Self {
+            consumer: config.consumer.name.clone(),
+            ack_floor: consumer.map(|info| sequences(&info.ack_floor)),
+            delivered: consumer.map(|info| sequences(&info.delivered)),
+            num_pending: consumer.map(|info| info.num_pending),
+            num_ack_pending: consumer.map(|info| info.num_ack_pending),
+            num_redelivered: consumer.map(|info| info.num_redelivered),
+            num_waiting: consumer.map(|info| info.num_waiting),
+            paused: consumer.map(|info| info.paused),
+            stream: StreamStatus {
+                name: config.consumer.stream.clone(),
+                first_seq: stream.map(|state| state.first_sequence),
+                last_seq: stream.map(|state| state.last_sequence),
+                messages: stream.map(|state| state.messages),
+                bytes: stream.map(|state| state.bytes),
+            },
+            processed_ids: counts.map(|counts| counts.processed_ids),
+            dead_letters: counts.map(|counts| counts.dead_letters),
+            pause: None,
+            daemon: None,
+            problems,
+        }
+    }
+
+    fn write(&self, out: &mut impl Write) -> io::Result<()> {
+        let stream = &self.stream;
+        let mut row = |name: &str, value: String| writeln!(out, "{name:<13} {value}");
+        row(
+            "stream",
+            format!("{}, {} messages, last sequence {}", stream.name, show(stream.messages), show(stream.last_seq)),
+        )?;
+        row("consumer", self.consumer.clone())?;
+        row("ack floor", format!("{} of {}", show(self.floor()), show(stream.last_seq)))?;
+        row(
+            "pending",
+            format!(
+                "{} to deliver, {} delivered and not acknowledged",
+                show(self.num_pending),
+                show(self.num_ack_pending)
+            ),
+        )?;
+        row("redelivered", format!("{} not acknowledged yet", show(self.num_redelivered)))?;
+        if self.paused == Some(true) {
+            row("paused", "the server delivers nothing until the pause ends".to_owned())?;
+        }
+        if let Some(pause) = &self.pause {
+            row("paused", format!("{pause}; `order-processor resume` ends it"))?;
+        }
+        match &self.daemon {
+            None => row("daemon", "not running".to_owned())?,
+            Some(daemon) => {
+                let up = humantime::format_duration(Duration::from_secs(daemon.uptime_seconds));
+                row("daemon", format!("{}; version {}, up {up}", daemon.health(), daemon.version))?;
+                if let Some(at) = &daemon.last_commit_at {
+                    let (messages, took_ms) = (daemon.last_batch_messages, daemon.last_batch_seconds * 1e3);
+                    row("last commit", format!("{at}, {messages} messages in {took_ms:.1} ms"))?;
+                }
+            }
+        }
+        row("processed", format!("{} ids", show(self.processed_ids)))?;
+        row("dead letters", show(self.dead_letters))?;
+        for problem in &self.problems {
+            row("problem", problem.clone())?;
+        }
+        Ok(())
+    }
+
+    fn line(&self) -> String {
+        let mut line = format!(
+            "ack floor {} of {}, pending {}, ack pending {}, redelivered {}, processed {}, dead letters {}",
+            show(self.floor()),
+            show(self.stream.last_seq),
+            show(self.num_pending),
+            show(self.num_ack_pending),
+            show(self.num_redelivered),
+            show(self.processed_ids),
+            show(self.dead_letters),
+        );
+        line.push_str("; daemon ");
+        line.push_str(&self.daemon.as_ref().map_or_else(|| "not running".to_owned(), Daemon::health));
+        if let Some(pause) = &self.pause {
+            line.push_str(&format!("; paused {pause}"));
+        }
+        for problem in &self.problems {
+            line.push_str("; ");
+            line.push_str(problem);
+        }
+        line
+    }
+
+    fn floor(&self) -> Option<u64> {
+        self.ack_floor.map(|floor| floor.stream_seq)
+    }
+}
+
+fn show(value: Option<impl std::fmt::Display>) -> String {
+    value.map_or_else(|| "?".to_owned(), |value| value.to_string())
+}

@@ -1,0 +1,175 @@
+//! What can go wrong in a database, and what that means for the work.
+
+use std::path::{Path, PathBuf};
+
+use super::folder;
+use crate::model::label::Label;
+
+/// A statement or a commit that did not go through.
+#[derive(Debug, thiserror::Error)]
+#[error("{doing}")]
+pub struct Error {
+    /// What we were doing, for the log.
+    pub doing: &'static str,
+    pub class: ErrorClass,
+    #[source]
+    pub source: sqlx::Error,
+}
+
+impl Error {
+    /// Whether the data of one message may be to blame. If not, no message is judged by it and no attempt is spent.
+    pub fn is_about_data(&self) -> bool {
+        match self.class {
+            ErrorClass::Constraint => true,
+            ErrorClass::Busy
+            | ErrorClass::Full
+            | ErrorClass::Io
+            | ErrorClass::ReadOnly
+            | ErrorClass::Corrupt
+            | ErrorClass::Other => false,
+        }
+    }
+
+    /// Whether some of what was to be written may stand in the file all the same.
+    pub fn may_have_written(&self) -> bool {
+        match self.class {
+            ErrorClass::Busy | ErrorClass::Constraint => false,
+            ErrorClass::Full | ErrorClass::Io | ErrorClass::ReadOnly | ErrorClass::Corrupt | ErrorClass::Other => true,
+        }
+    }
+
+    /// Whether time may mend it without the operator.
+    pub fn may_pass(&self) -> bool {
+        match self.class {
+            ErrorClass::Busy | ErrorClass::Full | ErrorClass::Io | ErrorClass::ReadOnly => true,
+            ErrorClass::Corrupt | ErrorClass::Constraint | ErrorClass::Other => false,
+        }
+    }
+}
+
+/// Why the database could not be opened. All but the last are for the operator to mend.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error("database folder {} does not exist; create it, or change database.url", .0.display())]
+    MissingFolder(PathBuf),
+    #[error("{} is no SQLite database; move it away, or change database.url", .0.display())]
+    NotADatabase(PathBuf),
+    #[error("{} holds another program's tables; change database.url", .0.display())]
+    NotOurs(PathBuf),
+    #[error(
+        "{} was written by a newer version of order-processor (migration {version}); start that version, or restore a backup from before the upgrade",
+        path.display()
+    )]
+    Newer { path: PathBuf, version: i64 },
+    #[error(
+        "migration {version} of {} is not the one that this binary knows; start the version that wrote the database",
+        path.display()
+    )]
+    Foreign { path: PathBuf, version: i64 },
+    #[error("no database at {} yet; `order-processor run` makes it, or change database.url", .0.display())]
+    Missing(PathBuf),
+    #[error("{} was written by an older version of order-processor; start the daemon once, which brings it up to date", .0.display())]
+    Older(PathBuf),
+    #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
+    Held { path: PathBuf, holder: String },
+    #[error(
+        "cannot enter {} (permission denied); run this as the daemon's user (`sudo -u USER`), or give this user access",
+        .0.display()
+    )]
+    NoEntry(PathBuf),
+    #[error(
+        "{} cannot be read by this user (permission denied); run this as the daemon's user (`sudo -u USER`), or let that \
+         user own the file",
+        .0.display()
+    )]
+    NotReadable(PathBuf),
+    #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
+    NotWritable {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot use {}", path.display())]
+    Io {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{} is damaged; keep the file, and restore a backup", path.display())]
+    Damaged {
+        path: PathBuf,
+        #[source]
+        source: Error,
+    },
+    #[error("cannot open {}", path.display())]
+    Database {
+        path: PathBuf,
+        #[source]
+        source: Error,
+    },
+}
+
+impl OpenError {
+    /// What it means that nobody can tell whether there is a file at `path`.
+    pub fn unseen(path: &Path, source: std::io::Error) -> Self {
+        match source.kind() {
+            std::io::ErrorKind::PermissionDenied => Self::NoEntry(folder(path).to_owned()),
+            _ => Self::Io { path: path.to_owned(), source },
+        }
+    }
+
+    /// What a failed statement on a database that is being opened means.
+    pub fn database(path: &Path, source: Error) -> Self {
+        let path = path.to_owned();
+        match source.class {
+            ErrorClass::Corrupt => Self::Damaged { path, source },
+            ErrorClass::Busy
+            | ErrorClass::Full
+            | ErrorClass::Io
+            | ErrorClass::ReadOnly
+            | ErrorClass::Constraint
+            | ErrorClass::Other => Self::Database { path, source },
+        }
+    }
+}
+
+/// What an error of the database says about what to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// Another process holds the lock.
+    Busy,
+    /// The disk, or the database's own limit, is full.
+    Full,
+    /// Reading or writing the file failed.
+    Io,
+    /// The file or its file system cannot be written.
+    ReadOnly,
+    /// The file is damaged, or no database.
+    Corrupt,
+    /// A constraint of the schema does not hold.
+    Constraint,
+    /// Anything else.
+    Other,
+}
+
+impl Label for ErrorClass {
+    const KEY: &'static str = "class";
+    const ALL: &'static [Self] =
+        &[Self::Busy, Self::Full, Self::Io, Self::ReadOnly, Self::Corrupt, Self::Constraint, Self::Other];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Busy => "busy",
+            Self::Full => "full",
+            Self::Io => "io",
+            Self::ReadOnly => "read_only",
+            Self::Corrupt => "corrupt",
+            Self::Constraint => "constraint",
+            Self::Other => "other",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}

@@ -1,0 +1,194 @@
+//! One process per database file: an advisory lock on `<database>.lock`, which also names its holder.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::store::{beside, give_to_owner};
+
+/// How a holder signs that ends by itself, unlike a daemon.
+const REPAIR: &str = ", audit --repair";
+/// How one signs that is about to end. It takes the file away when it has; the words stay behind if it was cut short.
+const STOPPING: &str = ", stopping";
+
+/// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
+#[derive(Debug)]
+pub struct Lock {
+    path: PathBuf,
+    file: File,
+    after_stop: bool,
+}
+
+/// Why there is no lock.
+#[derive(Debug)]
+pub enum LockError {
+    /// Another process has it; the text names it.
+    Held(String),
+    Io(io::Error),
+}
+
+impl Lock {
+    /// Takes the lock or says who has it, without waiting.
+    pub fn try_acquire(database: &Path) -> Result<Self, LockError> {
+        let path = path(database);
+        loop {
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create(true).truncate(false).mode(0o600);
+            let mut file = options.open(&path).map_err(LockError::Io)?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(std::fs::TryLockError::WouldBlock) => return Err(LockError::Held(holder(&mut file))),
+                Err(std::fs::TryLockError::Error(error)) => return Err(LockError::Io(error)),
+            }
+            // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
+            if is_still_at(&file, &path) {
+                let after_stop = holder(&mut file).ends_with(STOPPING);
+                let mut lock = Self { path, file, after_stop };
+                // Killed, we leave it behind, and the daemon must be able to take it.
+                give_to_owner(&lock.path, database);
+                // On a full disk nobody learns our name, but the lock is ours all the same.
+                lock.sign("");
+                return Ok(lock);
+            }
+        }
+    }
+
+    /// Whether the last holder was ended in the middle of its stop: somebody wanted it to end, and nothing crashed.
+    pub fn comes_after_a_stop(&self) -> bool {
+        self.after_stop
+    }
+
+    /// Tells who waits for the database that it is in use for a repair.
+    pub fn sign_as_repair(&mut self) {
+        self.sign(REPAIR);
+    }
+
+    fn sign(&mut self, purpose: &str) {
+        if let Err(error) = sign(&mut self.file, purpose) {
+            tracing::warn!(lock = %self.path.display(), %error, "cannot write who holds the database");
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Left behind, the file harms nobody: it is not locked any more.
+        drop(std::fs::remove_file(&self.path));
+    }
+}
+
+/// The longer text is the later one, so that nobody reads nothing.
+fn sign(file: &mut File, purpose: &str) -> io::Result<()> {
+    let text = format!("process {}{purpose}", std::process::id());
+    file.rewind()?;
+    file.write_all(text.as_bytes())?;
+    file.set_len(text.len() as u64)
+}
+
+/// Notes that this process, which has the lock, is about to end: its next holder learns it if that end is cut short.
+pub fn sign_as_stopping(database: &Path) {
+    let signed = OpenOptions::new().write(true).open(path(database)).and_then(|mut file| sign(&mut file, STOPPING));
+    if let Err(error) = signed {
+        tracing::debug!(%error, "cannot note the stop");
+    }
+}
+
+/// The lock file of a database.
+pub fn path(database: &Path) -> PathBuf {
+    beside(database, ".lock")
+}
+
+/// Whether this holder is a repair.
+pub fn is_repair(holder: &str) -> bool {
+    holder.ends_with(REPAIR)
+}
+
+/// The process that has the database, if one has it. Waits for nothing and leaves nothing behind.
+///
+/// # Errors
+/// When the lock file cannot be looked at.
+pub fn held_by(database: &Path) -> io::Result<Option<String>> {
+    let mut file = match File::open(path(database)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    match file.try_lock() {
+        Ok(()) => Ok(None),
+        Err(std::fs::TryLockError::WouldBlock) => Ok(Some(holder(&mut file))),
+        Err(std::fs::TryLockError::Error(error)) => Err(error),
+    }
+}
+
+fn holder(file: &mut File) -> String {
+    let mut text = String::new();
+    match file.take(100).read_to_string(&mut text) {
+        Ok(_) if !text.is_empty() => text,
+        // The holder is between locking and signing.
+        Ok(_) | Err(_) => "another process".to_owned(),
+    }
+}
+
+fn is_still_at(file: &File, path: &Path) -> bool {
+    match (file.metadata(), std::fs::metadata(path)) {
+        (Ok(ours), Ok(theirs)) => ours.dev() == theirs.dev() && ours.ino() == theirs.ino(),
+        (Err(_), _) | (_, Err(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_stop_that_was_cut_short_is_known_to_the_next_holder() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        for cut_short in [false, true, false] {
+            let lock = Lock::try_acquire(&database).unwrap();
+            sign_as_stopping(&database);
+            if cut_short {
+                // As the kernel does it for a process that is killed.
+                lock.file.unlock().unwrap();
+                std::mem::forget(lock);
+            } else {
+                drop(lock);
+            }
+            let lock = Lock::try_acquire(&database).unwrap();
+            assert_eq!(lock.comes_after_a_stop(), cut_short);
+            // Killed without having been told to stop.
+            lock.file.unlock().unwrap();
+            std::mem::forget(lock);
+            assert!(!Lock::try_acquire(&database).unwrap().comes_after_a_stop());
+        }
+    }
+
+    #[test]
+    fn a_repair_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        let mut lock = Lock::try_acquire(&database).unwrap();
+        assert!(!is_repair(&held_by(&database).unwrap().unwrap()));
+        lock.sign_as_repair();
+        let holder = held_by(&database).unwrap().unwrap();
+        assert_eq!(holder, format!("process {}, audit --repair", std::process::id()));
+        assert!(is_repair(&holder));
+    }
+
+    #[test]
+    fn second_taker_learns_who_holds_it_and_gets_it_afterwards() {
+        let folder = tempfile::tempdir().unwrap();
+        let database = folder.path().join("x.db");
+        let lock = Lock::try_acquire(&database).unwrap();
+        match Lock::try_acquire(&database) {
+            Err(LockError::Held(holder)) => assert_eq!(holder, format!("process {}", std::process::id())),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(held_by(&database).unwrap(), Some(format!("process {}", std::process::id())));
+        drop(lock);
+        assert_eq!(held_by(&database).unwrap(), None);
+        drop(Lock::try_acquire(&database).unwrap());
+        assert!(!folder.path().join("x.db.lock").exists());
+    }
+}

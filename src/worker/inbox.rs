@@ -1,0 +1,486 @@
+//! One batch in one transaction: claim the ids, apply the effects, commit. Says of every message what became of it.
+//!
+//! The batch is tried as a whole. If anything in it fails, all of it is undone and it runs again message by message, each in a
+//! savepoint, so that one bad order harms no neighbour. An error that is about the database and not about a message judges
+//! nothing: it goes to the caller, no attempt is spent, and the same batch is tried again later.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use futures_util::FutureExt;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::OnConflict;
+use crate::handler::{Failure, Handler};
+use crate::model::delivery::Delivery;
+use crate::model::id::Digest;
+use crate::model::outcome::{Outcome, Reason};
+use crate::model::text::chain;
+use crate::model::time::unix_ns;
+use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
+use crate::worker::retry::{RetryPolicy, Verdict};
+
+pub mod replay;
+
+/// From this delivery on a message travels alone, its start recorded: it may be the one that keeps killing the process.
+pub const SUSPECT_FROM: u64 = 3;
+/// A pass over single messages commits what it has after this long and leaves the rest for the next one, so that finished
+/// messages are acknowledged and a stop is not held up.
+const SINGLES_BUDGET: Duration = Duration::from_secs(1);
+
+/// Outcomes in the order of the batch; `None` for a message that this pass did not come to.
+pub type Outcomes = Vec<Option<Outcome>>;
+
+/// The database and the handler, behind one function.
+pub struct Inbox {
+    store: Store,
+    handler: Arc<dyn Handler>,
+    retry: RetryPolicy,
+    on_conflict: OnConflict,
+    /// The last delivery that the consumer allows, if there is a last one.
+    pub max_deliver: Option<u64>,
+    /// The id of a message whose start is recorded and whose run ended in no outcome, since the database failed. The process
+    /// lives, so that start must not count as a crash.
+    begun: Option<Arc<str>>,
+}
+
+impl Inbox {
+    pub fn new(store: Store, handler: Arc<dyn Handler>, retry: RetryPolicy, on_conflict: OnConflict) -> Self {
+        Self { store, handler, retry, on_conflict, max_deliver: None, begun: None }
+    }
+
+    /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
+    ///
+    /// When it returns outcomes, they are durable. `hurry` makes a pass over single messages stop early.
+    ///
+    /// # Errors
+    /// When the database failed in a way that no message is to blame for. Then nothing is known to be durable.
+    pub async fn process(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let outcomes = self.run(batch, hurry).await;
+        if let Err(error) = &outcomes {
+            self.store.give_up(error).await;
+        }
+        outcomes
+    }
+
+    /// The store, between two batches.
+    pub fn store(&mut self) -> &mut Store {
+        &mut self.store
+    }
+
+    /// Takes a start that had no end off the record, since this process did not crash in it, and closes the database.
+    pub async fn close(mut self) -> Result<(), Error> {
+        if let Some(id) = self.begun.take() {
+            let ended = self.end(&id).await;
+            if let Err(error) = ended {
+                tracing::warn!(message_id = %id, error = %chain(&error), "a run that was put off counts as a crash");
+                self.store.give_up(&error).await;
+            }
+        }
+        self.store.close().await
+    }
+
+    async fn end(&mut self, id: &str) -> Result<(), Error> {
+        let mut tx = self.store.begin().await?;
+        end_start(&mut tx, id, now_ns()).await?;
+        tx.commit().await
+    }
+
+    async fn run(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        if batch.iter().any(is_suspect) {
+            return self.suspects(batch, hurry).await;
+        }
+        let Some(sorted) = sort(batch) else {
+            return self.one_by_one(batch, hurry).await;
+        };
+        let failure = match self.together(batch, sorted).await {
+            Ok(outcomes) => return Ok(outcomes.into_iter().map(Some).collect()),
+            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+            Err(failure) => failure,
+        };
+        tracing::debug!(messages = batch.len(), %failure, "the batch failed");
+        match batch {
+            // It is known who is to blame: running it again would be an attempt more.
+            [delivery] => Ok(vec![Some(self.blame(delivery, failure, Run::InBatch).await?)]),
+            _ => self.one_by_one(batch, hurry).await,
+        }
+    }
+
+    /// The path of nearly every message: one claim, one apply, one commit for all.
+    async fn together(&mut self, batch: &[Delivery], sorted: Sorted<'_>) -> Result<Vec<Outcome>, Failure> {
+        let now_ns = now_ns();
+        let mut tx = self.store.begin().await?;
+        let (kinds, unique) = sorted;
+        let mut claims = tx.claim(&unique, now_ns).await?.into_iter();
+        let mut new = Vec::with_capacity(unique.len());
+        let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
+        for (delivery, kind) in batch.iter().zip(kinds) {
+            outcomes.push(match kind {
+                Kind::Defective(reason, error) => {
+                    defective(&mut tx, delivery, (reason, error), self.on_conflict).await?
+                }
+                Kind::RepeatOf(first) => match &outcomes[first] {
+                    Outcome::Applied => Outcome::Duplicate,
+                    same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
+                },
+                Kind::First => match claims.next() {
+                    Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),
+                    Some(Claim::Dead) => Outcome::Duplicate,
+                    Some(Claim::New) | None => {
+                        new.push(delivery);
+                        Outcome::Applied
+                    }
+                },
+            });
+        }
+        if !new.is_empty() {
+            guarded(self.handler.as_ref(), &mut tx, &new).await?;
+        }
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            bury(&mut tx, delivery, outcome, now_ns).await?;
+        }
+        tx.forget_attempts(&batch.iter().collect::<Vec<_>>()).await?;
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    /// The same for a batch in which something failed: each message in its savepoint, one commit.
+    async fn one_by_one(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        match self.in_savepoints(batch, hurry).await {
+            // The database refuses at the commit what one of them did, a deferred foreign key for one. Which of them shows
+            // only when each has a commit of its own.
+            Err(error) if error.is_about_data() => self.in_transactions(batch, hurry).await,
+            ended => ended,
+        }
+    }
+
+    async fn in_savepoints(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let (judge, handler) = (self.judge(), self.handler.clone());
+        let pass = Pass::new(hurry);
+        let mut outcomes = vec![None; batch.len()];
+        let mut tx = self.store.begin().await?;
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            *outcome = Some(single(&mut tx, handler.as_ref(), delivery, judge, Run::InBatch).await?);
+            if pass.is_over() {
+                break;
+            }
+        }
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    async fn in_transactions(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let pass = Pass::new(hurry);
+        let mut outcomes = vec![None; batch.len()];
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            *outcome = Some(self.transaction(delivery, Run::InBatch).await?);
+            if pass.is_over() {
+                break;
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// One message, one commit; a commit that is refused for what the message did is the message's failure.
+    async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Outcome, Error> {
+        let (judge, handler) = (self.judge(), self.handler.clone());
+        let mut tx = self.store.begin().await?;
+        let outcome = single(&mut tx, handler.as_ref(), delivery, judge, run).await?;
+        match tx.commit().await {
+            Ok(()) => Ok(outcome),
+            Err(error) if error.is_about_data() => self.blame(delivery, Failure::Store(error), run).await,
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Commits the outcome of a failure whose transaction is undone already.
+    async fn blame(&mut self, delivery: &Delivery, failure: Failure, run: Run) -> Result<Outcome, Error> {
+        let judge = self.judge();
+        let mut tx = self.store.begin().await?;
+        let outcome = failed(&mut tx, delivery, failure, judge, run, now_ns()).await?;
+        tx.commit().await?;
+        Ok(outcome)
+    }
+
+    fn judge(&self) -> Judge {
+        Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver }
+    }
+
+    /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
+    async fn suspects(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        let pass = Pass::new(hurry);
+        let mut outcomes: Outcomes = self.settle(batch).await?;
+        for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
+            *outcome = Some(self.alone(delivery).await?);
+            if pass.is_over() {
+                break;
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// Duplicates and conflicts need no run of the handler: after a crash of the server they are most of what comes again.
+    async fn settle(&mut self, batch: &[Delivery]) -> Result<Outcomes, Error> {
+        let now_ns = now_ns();
+        let on_conflict = self.on_conflict;
+        let mut tx = self.store.begin().await?;
+        let known = tx.known(&batch.iter().collect::<Vec<_>>()).await?;
+        let mut outcomes = Vec::with_capacity(batch.len());
+        for (delivery, known) in batch.iter().zip(known) {
+            let mut outcome = match known {
+                Claim::New => None,
+                Claim::Dead => Some(Outcome::Duplicate),
+                Claim::Processed(digest) => Some(on_conflict.judge(delivery, digest)),
+            };
+            if let Some(outcome) = &mut outcome {
+                bury(&mut tx, delivery, outcome, now_ns).await?;
+                tx.forget_attempts(&[delivery]).await?;
+            }
+            outcomes.push(outcome);
+        }
+        tx.commit().await?;
+        Ok(outcomes)
+    }
+
+    /// Runs one message with its start on record, or quarantines it if too many starts have had no end.
+    async fn alone(&mut self, delivery: &Delivery) -> Result<Outcome, Error> {
+        let now_ns = now_ns();
+        let max_attempts = self.retry.max_attempts;
+        let mut tx = self.store.begin().await?;
+        let attempts = tx.attempts(&delivery.id).await?;
+        if self.begun.as_ref() != Some(&delivery.id) || attempts.started == 0 {
+            if let Some(other) = &self.begun {
+                end_start(&mut tx, other, now_ns).await?;
+            }
+            if attempts.started >= max_attempts {
+                let mut outcome = dead(
+                    Reason::CrashLoop,
+                    format!("the process ended during each of {} runs of this message", attempts.started),
+                );
+                bury(&mut tx, delivery, &mut outcome, now_ns).await?;
+                tx.forget_attempts(&[delivery]).await?;
+                tx.commit().await?;
+                self.begun = None;
+                return Ok(outcome);
+            }
+            tx.set_attempts(&delivery.id, attempts.begun(), None, now_ns).await?;
+        }
+        // Also if the commit fails: it may stand all the same, and was no crash.
+        self.begun = Some(delivery.id.clone());
+        tx.commit().await?;
+        let outcome = self.transaction(delivery, Run::Recorded).await?;
+        self.begun = None;
+        Ok(outcome)
+    }
+}
+
+/// Takes a start that was no crash off the record. If its message has had its outcome since, there is none on it.
+async fn end_start(tx: &mut Tx<'_>, id: &str, now_ns: i64) -> Result<(), Error> {
+    let attempts = tx.attempts(id).await?;
+    if attempts.started > 0 {
+        tx.set_attempts(id, attempts.ended(), None, now_ns).await?;
+    }
+    Ok(())
+}
+
+/// Whether a delivery has come so often that it travels alone. One that the handler never sees does no harm.
+pub fn is_suspect(delivery: &Delivery) -> bool {
+    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none()
+}
+
+/// How long a pass over single messages goes on: at least for one of them.
+struct Pass<'a> {
+    hurry: &'a CancellationToken,
+    began: Instant,
+}
+
+impl<'a> Pass<'a> {
+    fn new(hurry: &'a CancellationToken) -> Self {
+        Self { hurry, began: Instant::now() }
+    }
+
+    fn is_over(&self) -> bool {
+        self.hurry.is_cancelled() || self.began.elapsed() >= SINGLES_BUDGET
+    }
+}
+
+/// What decides over a single message.
+#[derive(Clone, Copy)]
+struct Judge {
+    retry: RetryPolicy,
+    on_conflict: OnConflict,
+    max_deliver: Option<u64>,
+}
+
+/// Whether the start of a run is on record and has to be taken off it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Run {
+    InBatch,
+    Recorded,
+}
+
+/// Claims and applies one message in a savepoint. A failure undoes that much and becomes the message's outcome.
+async fn single(
+    tx: &mut Tx<'_>,
+    handler: &dyn Handler,
+    delivery: &Delivery,
+    judge: Judge,
+    run: Run,
+) -> Result<Outcome, Error> {
+    let now_ns = now_ns();
+    if let Some((reason, error)) = &delivery.defect {
+        let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
+        bury(tx, delivery, &mut outcome, now_ns).await?;
+        tx.forget_attempts(&[delivery]).await?;
+        return Ok(outcome);
+    }
+    tx.savepoint().await?;
+    let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
+        Some(Claim::Processed(digest)) => judge.on_conflict.judge(delivery, *digest),
+        Some(Claim::Dead) => Outcome::Duplicate,
+        Some(Claim::New) | None => match guarded(handler, tx, &[delivery]).await {
+            Ok(()) => Outcome::Applied,
+            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+            Err(failure) => {
+                tx.undo().await?;
+                return failed(tx, delivery, failure, judge, run, now_ns).await;
+            }
+        },
+    };
+    tx.keep().await?;
+    bury(tx, delivery, &mut outcome, now_ns).await?;
+    tx.forget_attempts(&[delivery]).await?;
+    Ok(outcome)
+}
+
+/// Counts the failure and decides whether there is another attempt.
+async fn failed(
+    tx: &mut Tx<'_>,
+    delivery: &Delivery,
+    failure: Failure,
+    judge: Judge,
+    run: Run,
+    now_ns: i64,
+) -> Result<Outcome, Error> {
+    let before = tx.attempts(&delivery.id).await?;
+    let ended = if run == Run::Recorded { before.ended() } else { before };
+    let attempts = Attempts { failed: ended.failed.saturating_add(1), ..ended };
+    let error = chain(&failure);
+    let last_delivery = judge.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
+    let mut outcome = match judge.retry.verdict(&failure, attempts.failed, last_delivery) {
+        Verdict::Bury(reason) => dead(reason, error),
+        Verdict::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
+    };
+    match &outcome {
+        Outcome::Retry { error, .. } => tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?,
+        Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. } => {
+            bury(tx, delivery, &mut outcome, now_ns).await?;
+            tx.forget_attempts(&[delivery]).await?;
+        }
+    }
+    Ok(outcome)
+}
+
+/// What becomes of a message that is not applied whatever the handler says: a dead letter, unless it was processed or lies there
+/// already. One that the server gave up may have been applied on its last delivery.
+async fn defective(
+    tx: &mut Tx<'_>,
+    delivery: &Delivery,
+    (reason, error): (Reason, &str),
+    on_conflict: OnConflict,
+) -> Result<Outcome, Error> {
+    Ok(match tx.known(&[delivery]).await?.first() {
+        Some(Claim::Processed(digest)) => on_conflict.judge(delivery, *digest),
+        Some(Claim::Dead) => Outcome::Duplicate,
+        Some(Claim::New) | None => dead(reason, error.to_owned()),
+    })
+}
+
+/// Writes the dead letter of an outcome that has one. If the same message lies there already, also from this very batch, it is a
+/// duplicate.
+async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &mut Outcome, now_ns: i64) -> Result<(), Error> {
+    match outcome {
+        Outcome::DeadLettered { reason, error } => {
+            let is_new = tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await?;
+            if !is_new {
+                *outcome = Outcome::Duplicate;
+            }
+        }
+        Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => {}
+    }
+    Ok(())
+}
+
+/// Runs the handler; a panic is a failure that may pass, not the end of the process.
+async fn guarded(handler: &dyn Handler, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
+    // What a panic may leave half done lies in the transaction, and that is undone.
+    let run = AssertUnwindSafe(handler.apply(tx, deliveries)).catch_unwind().await;
+    run.unwrap_or_else(|panic| Err(Failure::Retry(format!("the handler panicked: {}", panic_text(panic.as_ref())))))
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+/// What a message is within its batch.
+enum Kind<'a> {
+    First,
+    /// The same message stands at this index before.
+    RepeatOf(usize),
+    Defective(Reason, &'a str),
+}
+
+/// The kind of each message, and those whose ids are to be claimed.
+type Sorted<'a> = (Vec<Kind<'a>>, Vec<&'a Delivery>);
+
+/// `None` if two messages of the batch differ under one id. Which of them the id belongs to depends on what becomes of the
+/// first, so such a batch runs message by message.
+fn sort(batch: &[Delivery]) -> Option<Sorted<'_>> {
+    let mut seen: HashMap<&str, usize> = HashMap::with_capacity(batch.len());
+    let mut unique = Vec::with_capacity(batch.len());
+    let mut kinds = Vec::with_capacity(batch.len());
+    for (index, delivery) in batch.iter().enumerate() {
+        if let Some((reason, error)) = &delivery.defect {
+            kinds.push(Kind::Defective(*reason, error));
+            continue;
+        }
+        // One look for both: hashing the ids is most of the work here.
+        match seen.entry(&delivery.id) {
+            Entry::Occupied(first) if batch[*first.get()].digest != delivery.digest => return None,
+            Entry::Occupied(first) => kinds.push(Kind::RepeatOf(*first.get())),
+            Entry::Vacant(place) => {
+                place.insert(index);
+                unique.push(delivery);
+                kinds.push(Kind::First);
+            }
+        }
+    }
+    Some((kinds, unique))
+}
+
+impl OnConflict {
+    /// A message whose id is taken by a message with digest `known`.
+    fn judge(self, delivery: &Delivery, known: Digest) -> Outcome {
+        match self {
+            _ if delivery.digest == known => Outcome::Duplicate,
+            Self::Duplicate => Outcome::Duplicate,
+            Self::DeadLetter => dead(
+                Reason::Conflict,
+                format!("message id {:?} was used before, for another subject or payload", delivery.id),
+            ),
+        }
+    }
+}
+
+fn dead(reason: Reason, error: String) -> Outcome {
+    Outcome::DeadLettered { reason, error }
+}
+
+fn now_ns() -> i64 {
+    unix_ns(SystemTime::now())
+}
