@@ -1,6 +1,6 @@
 # What a developer runs; `make` alone lists it. Nothing here but deploy-test needs root or leaves the folder.
 .DEFAULT_GOAL := help
-.PHONY: help build demo run test torture fuzz bench deb deploy-test lint clean
+.PHONY: help build demo run test docs torture fuzz bench deb deploy-test lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ run: ## start a server, set it up and run the daemon in the foreground; Ctrl-C s
 
 test: ## run all tests; ARGS="story" picks some
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo test --locked $(ARGS)
+
+docs: ## rewrite the reference pages and the output of the console blocks in README.md and docs/
+	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" UPDATE_DOCS=1 cargo test --locked --test it docs::
 
 torture: ## kill, freeze and cut worker and server at random, 2 minutes; ROUNDS=n for more, SEED=n to repeat a run
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" ROUNDS="$(ROUNDS)" SEED="$(SEED)" \

@@ -23,7 +23,7 @@ mod sources;
 #[cfg(test)]
 mod tests;
 
-const DEFAULT_TOML: &str = include_str!("../config/default.toml");
+pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const SYSTEM_FILE: &str = "/etc/order-processor/config.toml";
 const ENV_PREFIX: &str = "ORDER_PROCESSOR__";
 

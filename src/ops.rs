@@ -16,6 +16,7 @@ pub mod man;
 mod new_file;
 pub mod pause;
 pub mod publish;
+pub mod reference;
 pub mod run;
 pub mod setup;
 pub mod signals;

@@ -23,7 +23,7 @@ lint() {
     cd "$here/prometheus"
     claim "promtool check config" promtool check config prometheus.yml
     claim "promtool test rules" promtool test rules order-processor.test.yml
-    claim "each alert has a case that fires, one that does not, a summary, a runbook line and a severity" complete
+    claim "each alert has a case that fires, one that does not, a summary, a runbook line, a runbook link and a severity" complete
     claim "the dashboard is JSON with unique panels that do not overlap" dashboard_is_tidy
     schema_of_dashboard
     cd "$root"
@@ -36,7 +36,7 @@ rules, tests = (open(path).read() for path in sys.argv[1:])
 bad = []
 for block in rules.split("- alert: ")[1:]:
     name = block.split()[0]
-    bad += [f"{name}: no {want}" for want in ("summary:", "runbook:", "severity:") if want not in block]
+    bad += [f"{name}: no {want}" for want in ("summary:", "runbook:", "runbook_url:", "severity:") if want not in block]
     bad += [f"{name}: no case that {kind}" for kind in ("fires", "does not fire") if f"- name: {name} {kind}\n" not in tests]
 print(*bad, sep="\n", end="\n" if bad else "")
 sys.exit(bool(bad))

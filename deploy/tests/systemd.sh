@@ -48,8 +48,9 @@ build_package() {
     cp "$order_processor" "$work/target/release/"
     "$root/deploy/debian/documents.sh" "$work/target/release/order-processor"
     (cd "$root" && CARGO_TARGET_DIR=$work/target "$kept/cargo-deb/bin/cargo-deb" --no-build --fast --output "$work/order-processor.deb" >/dev/null)
-    claim "the package has binary, manual, completions, unit, settings, user and guide, and nothing more" equal "$(
-        cat <<'LIST'
+    claim "the package has binary, manual, completions, unit, settings, user and docs, and nothing more" equal "$(
+        (cd "$root" && find docs -name '*.md' -o -name path.svg) | sed 's#^#./usr/share/doc/order-processor/#' | sort - <(
+            cat <<'LIST'
 ./etc/order-processor/config.toml
 ./etc/order-processor/credentials/README
 ./usr/bin/order-processor
@@ -58,13 +59,17 @@ build_package() {
 ./usr/lib/systemd/system/order-processor.service
 ./usr/lib/sysusers.d/order-processor.conf
 ./usr/share/bash-completion/completions/order-processor
+./usr/share/doc/order-processor/CHANGELOG.md
 ./usr/share/doc/order-processor/README.md
+./usr/share/doc/order-processor/benches/README.md
 ./usr/share/doc/order-processor/copyright
 ./usr/share/doc/order-processor/default.toml
+./usr/share/doc/order-processor/tests/README.md
 ./usr/share/fish/vendor_completions.d/order-processor.fish
 ./usr/share/man/man1/order-processor.1
 ./usr/share/zsh/vendor-completions/_order-processor
 LIST
+        )
     )" "$(dpkg-deb --fsys-tarfile "$work/order-processor.deb" | tar -t | grep -v '/$' | sort)"
     claim "an upgrade asks before it replaces the settings" grep -qx /etc/order-processor/config.toml \
         <(dpkg-deb --info "$work/order-processor.deb" conffiles)

@@ -17,11 +17,13 @@ use crate::ops::completions::CompletionsArgs;
 use crate::ops::dead_letters::{DeadLettersCommand, DeadLettersError};
 use crate::ops::pause::PauseArgs;
 use crate::ops::publish::PublishArgs;
+use crate::ops::reference::ReferenceArgs;
 use crate::ops::run::RunError;
 use crate::ops::setup::{SetupArgs, TeardownArgs};
 use crate::ops::status::StatusArgs;
 use crate::ops::{
-    audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, run, setup, status,
+    audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, reference, run, setup,
+    status,
 };
 use crate::store::OpenError;
 use crate::telemetry::log;
@@ -91,6 +93,9 @@ enum Document {
     Completions(CompletionsArgs),
     /// Print the manual page; to read it: order-processor man | man -l -
     Man,
+    /// Print a page of docs/reference
+    #[command(hide = true)]
+    Reference(ReferenceArgs),
 }
 
 #[derive(Debug, Args)]
@@ -145,6 +150,7 @@ impl Document {
         match self {
             Self::Completions(args) => completions::run(Cli::command(), args, out),
             Self::Man => man::run(Cli::command(), out),
+            Self::Reference(args) => reference::run(Cli::command(), args, out),
         }
     }
 }

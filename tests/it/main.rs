@@ -9,6 +9,7 @@ mod bulk;
 mod consumers;
 mod desk;
 mod disks;
+mod docs;
 mod doors;
 mod handlers;
 mod http;
