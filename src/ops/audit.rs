@@ -29,8 +29,8 @@ use crate::store::sqlite::Lookup;
 use crate::store::sqlite::lock;
 use crate::store::{self, Claim, OpenError, Store};
 use crate::worker::inbox::Inbox;
+use crate::worker::retention::pruned_before;
 use crate::worker::retry::RetryPolicy;
-use crate::worker::survey::pruned_before;
 
 /// Chunks that were read and not looked up yet.
 const AHEAD: usize = 2;
@@ -604,17 +604,6 @@ fn time(ns: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Retention;
-
-    #[test]
-    fn only_with_a_fixed_retention_an_old_id_may_be_gone_although_its_message_is_there() {
-        const SECOND: i64 = 1_000_000_000;
-        let kept = Retention::For(Duration::from_secs(10));
-        assert_eq!(pruned_before(Retention::Auto, Some(SECOND), 100 * SECOND), 0);
-        assert_eq!(pruned_before(kept, Some(50 * SECOND), 100 * SECOND), 50 * SECOND, "nothing as young was pruned");
-        assert_eq!(pruned_before(kept, Some(95 * SECOND), 100 * SECOND), 90 * SECOND, "too young to be pruned");
-        assert_eq!(pruned_before(kept, None, 100 * SECOND), 90 * SECOND, "all may have been pruned");
-    }
 
     #[test]
     fn what_publishers_chose_does_not_command_the_terminal() {

@@ -27,6 +27,7 @@ use crate::ops::{
 };
 use crate::store::OpenError;
 use crate::telemetry::log;
+use crate::worker::shift::ShiftError;
 use crate::worker::worker::{Until, WorkerError};
 
 /// It ran and failed, or the deadline of the drain passed.
@@ -248,10 +249,12 @@ fn answer(printed: io::Result<bool>) -> ExitCode {
 
 fn run_code(error: &RunError) -> u8 {
     match error {
-        RunError::Bind(_) | RunError::Files(_) | RunError::Paused(_) => OPERATOR,
-        RunError::Open(error) => open_code(error),
-        RunError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => OPERATOR,
-        RunError::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_))
+        RunError::Bind(_) | RunError::Files(_) | RunError::Shift(ShiftError::Paused(_)) => OPERATOR,
+        RunError::Shift(ShiftError::Open(error)) => open_code(error),
+        RunError::Shift(ShiftError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_))) => OPERATOR,
+        RunError::Shift(ShiftError::Worker(
+            WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_),
+        ))
         | RunError::Signals(_) => FAILED,
     }
 }

@@ -17,6 +17,7 @@ use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
 use crate::store::sqlite::Lookup;
 use crate::store::{self, Claim, OpenError};
+use crate::worker::retention::pruned_before;
 
 /// Sequences looked at in one go. From the top down: what was given up lately is near the end.
 const BLOCK: u64 = 1000;
@@ -172,19 +173,6 @@ impl Progress {
         if self.lost.is_empty() || self.bytes + bytes <= bytes_max {
             self.bytes += bytes;
             self.lost.push(arrival);
-        }
-    }
-}
-
-/// Of a message published from then on the id is there if it was processed.
-pub fn pruned_before(retention: Retention, oldest_processed_at: Option<i64>, now_ns: i64) -> i64 {
-    match retention {
-        // An id is kept while the stream holds its message.
-        Retention::Auto => 0,
-        // Ids go in the order in which they came, and none is younger than this.
-        Retention::For(age) => {
-            let kept_since = now_ns.saturating_sub(i64::try_from(age.as_nanos()).unwrap_or(i64::MAX));
-            oldest_processed_at.map_or(kept_since, |oldest| oldest.min(kept_since))
         }
     }
 }

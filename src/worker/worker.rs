@@ -1,13 +1,13 @@
-//! THE loop: pull, one transaction per batch, commit, acknowledge.
+//! The loop: pull, one transaction for each batch, commit, acknowledge.
 //!
-//! [`Worker::run`] is the path of every message. Whatever arrives during one commit is the next batch, so a lone order waits for
-//! nothing and a backlog shares its fsyncs. Only waiting is ever cancelled: a batch runs on a task of its own to its end.
+//! [`Worker::run`] is the path of every message; the functions below it stand in the order of the path. All messages that arrive
+//! during one commit form the next batch. A single order therefore waits for nothing, and the orders of a backlog share an fsync.
+//! Only waiting is ever cancelled. A batch runs to its end in its own task; only the drain's deadline cuts it off, undone.
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
-use std::pin::pin;
+use std::mem;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use futures_util::future::OptionFuture;
 use tokio::task::{JoinError, JoinHandle};
@@ -15,62 +15,59 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use super::given_up::{self, GivenUp, ToDo};
+use super::held::Held;
+use super::outage::Outage;
 use super::parked::Parked;
-use crate::config::{Config, Retention};
+use super::retention;
+use super::waiting::Waiting;
+use crate::config::Config;
 use crate::handler::Handler;
 use crate::jetstream::consumer::{Arrival, BindError, Consumer, Event, Limits, Room};
 use crate::model::delivery::{Delivery, Position, Reply};
 use crate::model::id::IdScheme;
 use crate::model::label::Label;
 use crate::model::outcome::{Acknowledgement, Outcome, Reason};
-use crate::model::text::chain;
-use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
-use crate::store::ErrorClass;
-use crate::store::{self, Counts, Gone, Prunable, Store};
+use crate::store::{self, Counts, Store};
 use crate::telemetry::metrics::SeenBy;
 use crate::telemetry::{Reminder, Telemetry};
-use crate::worker::inbox::{Inbox, Outcomes, is_suspect};
+use crate::worker::inbox::{Inbox, Outcomes};
 use crate::worker::retry::RetryPolicy;
 use crate::worker::survey::{Progress, Survey};
 
-/// How often the loop looks at its clocks at the most; at least eight times within `ack_wait`.
+/// The loop checks its clocks at least this often, and at least eight times within `ack_wait`.
 const TICK_MAX: Duration = Duration::from_secs(1);
-/// Acknowledgements that cannot be handed to the client within this long are left to redelivery.
+/// Acknowledgements that the client does not accept within this time are left to redelivery.
 const ACKNOWLEDGE_BUDGET: Duration = Duration::from_secs(2);
-/// How long the drain may go on after its deadline, with whatever ran cut off: to hand back and to close.
+/// How long the drain may continue after its deadline, with the running job cut off: to hand back and to close.
 const CUT_GRACE: Duration = Duration::from_secs(1);
-const DATABASE_RETRY_MIN: Duration = Duration::from_millis(100);
-const DATABASE_RETRY_MAX: Duration = Duration::from_secs(2);
 /// How often stream and consumer are looked at while running, and while waiting for the end of the work.
 const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
-/// How often ids are pruned and rows counted: operators write beside us, and our gauges must not go on without them.
+/// How often ids are pruned and rows counted: operators write to the database too, and our gauges must show it.
 const UPKEEP_EVERY: Duration = Duration::from_secs(10);
-/// Ids dropped in one transaction: a few milliseconds.
+/// Ids deleted in one transaction: a few milliseconds.
 const PRUNE_STEP: u32 = 500;
-/// `inbox.retention = "auto"` keeps ids at least this long: publishers repeat themselves without the server's help.
-const RETENTION_MIN: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// When [`Worker::run`] is done.
+/// When [`Worker::run`] ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
-    /// Only when it is told to.
+    /// Only when it is stopped.
     Stopped,
-    /// Also when nothing is pending and nothing is held.
+    /// Even before that, when nothing is pending and nothing is held.
     Idle,
 }
 
-/// Why [`Worker::run`] came to its end.
+/// Why [`Worker::run`] ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// It was told to stop, or is idle as was asked for.
+    /// It was stopped, or it is idle as requested.
     Done,
-    /// A pause began: work is to go on some time, with another worker.
+    /// A pause began. Another worker continues after the pause.
     Paused,
 }
 
-/// Why the worker did not end as it should.
+/// Why the worker did not drain.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The operator has to change the consumer or the settings.
@@ -93,52 +90,35 @@ pub struct Worker {
     telemetry: Arc<Telemetry>,
     consumer: Consumer,
     limits: Option<Limits>,
+    view: Option<ConsumerView>,
     scheme: IdScheme,
     waiting: Waiting,
-    held: HashMap<u64, Held>,
-    /// Here while no job runs.
-    inbox: Option<Inbox>,
-    job: Option<JoinHandle<Done>>,
-    database: Database,
-    /// Makes the job in hand stop at the next message.
-    hurry: CancellationToken,
-    /// Ends the job in hand where it stands, undone.
-    cut: CancellationToken,
-    view: Option<ConsumerView>,
-    given_up: GivenUp,
+    held: Held,
     parked: Parked,
-    waiting_for_pause: Reminder,
+    writer: Writer,
+    outage: Outage,
+    /// Makes the running job stop at the next message. Cancelled when the drain begins.
+    hurry: CancellationToken,
+    /// Ends the running job at once, undone. Cancelled at the drain's deadline.
+    cut: CancellationToken,
+    tick: Interval,
     upkeep_due: Instant,
+    given_up: GivenUp,
+    waiting_for_pause: Reminder,
     until: Until,
 }
 
-/// A delivery that we owe the server an answer for, by stream sequence.
-struct Held {
-    reply: Reply,
-    /// Tells a message from another one that got the same sequence after the server lost its tail.
-    published_ns: i64,
-    /// When `ack_wait` last began to run.
-    touched: Instant,
-}
-
-/// Deliveries that wait for their batch, in the order of their arrival.
-#[derive(Default)]
-struct Waiting {
-    deliveries: VecDeque<Delivery>,
-    bytes: usize,
-}
-
-/// Whether the database lets us.
-#[derive(Default)]
-struct Database {
-    failures: u32,
-    retry_at: Option<Instant>,
-    reminder: Reminder,
+/// The one writer of the database: here, or with the job that uses it.
+enum Writer {
+    Free(Box<Inbox>),
+    Busy(JoinHandle<Done>),
+    /// Closed by the drain, or lost with a job that panicked.
+    Closed,
 }
 
 /// What comes back from the task that works on the database.
 struct Done {
-    inbox: Inbox,
+    inbox: Box<Inbox>,
     work: Work,
 }
 
@@ -160,147 +140,154 @@ impl Worker {
         Self {
             consumer: Consumer::new(config.clone(), telemetry.clone(), info_every),
             limits: None,
+            view: None,
             scheme: IdScheme {
                 stream: config.consumer.stream.clone(),
                 stream_created_ns: 0,
                 pointer: config.inbox.id_pointer.clone(),
             },
             waiting: Waiting::default(),
-            held: HashMap::new(),
-            inbox: Some(Inbox::new(store, handler, retry, config.inbox.on_conflict)),
-            job: None,
-            database: Database::default(),
+            held: Held::default(),
+            parked: Parked::default(),
+            writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
+            outage: Outage::default(),
             hurry: CancellationToken::new(),
             cut: CancellationToken::new(),
-            view: None,
-            given_up: GivenUp::default(),
-            parked: Parked::default(),
-            waiting_for_pause: Reminder::default(),
+            tick: ticks(TICK_MAX),
             upkeep_due: Instant::now(),
+            given_up: GivenUp::default(),
+            waiting_for_pause: Reminder::default(),
             until,
             config,
             telemetry,
         }
     }
 
-    /// Works until `stop`, until `pause` is over, or until idle if so asked; then drains, within `shutdown.timeout`, and has let
-    /// go of the database. What a pause cuts off after that time goes on with the next worker.
+    /// Works until `stop`, until `pause` completes, or until idle if requested. Then it drains within `shutdown.timeout` and
+    /// closes the database. The next worker continues with what a pause cuts off after that time.
     ///
     /// # Errors
     /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
     pub async fn run(mut self, stop: CancellationToken, pause: impl Future<Output = ()>) -> Result<Ended, WorkerError> {
         let mut pause = pin!(pause);
-        let mut tick = ticks(TICK_MAX);
-        let ended = loop {
+        let ended = self.work(stop, pause.as_mut()).await?;
+        if ended == Ended::Done {
+            self.telemetry.draining();
+        }
+        self.drain_in_time(ended).await
+    }
+
+    async fn work(
+        &mut self,
+        stop: CancellationToken,
+        mut pause: Pin<&mut impl Future<Output = ()>>,
+    ) -> Result<Ended, WorkerError> {
+        loop {
             self.start_job();
             let room = self.room();
             tokio::select! {
                 biased;
-                () = stop.cancelled() => break Ended::Done,
-                () = &mut pause => break Ended::Paused,
-                Some(done) = OptionFuture::from(self.job.as_mut()) => self.finish_job(done.map_err(WorkerError::Panicked)?).await?,
+                () = stop.cancelled() => return Ok(Ended::Done),
+                () = &mut pause => return Ok(Ended::Paused),
+                Some(done) = self.writer.done() => self.finish_job(done?).await?,
                 Some(ended) = OptionFuture::from(self.given_up.running()) => self.surveyed(ended).await,
-                _ = tick.tick() => self.keep_alive().await,
+                _ = self.tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
                     Event::GivenUp(arrivals) => self.receive_given_up(arrivals),
-                    Event::Seen { view, edited } => {
-                        if let Some(limits) = edited {
-                            tick = ticks(limits.ack_wait);
-                            self.adopt(limits);
-                        }
-                        self.seen(view);
-                    }
+                    Event::Seen { view, edited } => self.seen(view, edited),
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
                     Event::Bound { limits, stream_created_ns, former, view } => {
-                        tick = ticks(limits.ack_wait);
-                        self.bound(limits, stream_created_ns, former);
-                        self.given_up.bound(&view);
-                        self.seen(view);
+                        self.bound(limits, stream_created_ns, former, view);
                     }
                 },
             }
             if self.until == Until::Idle && self.is_idle() {
-                break Ended::Done;
+                return Ok(Ended::Done);
             }
-        };
-        if ended == Ended::Done {
-            self.telemetry.draining();
         }
-        let deadline = self.config.shutdown.timeout;
-        let began = Instant::now();
-        let (telemetry, cut) = (self.telemetry.clone(), self.cut.clone());
-        let mut drain = pin!(self.drain());
-        let drained = match tokio::time::timeout(deadline, &mut drain).await {
-            Ok(drained) => drained,
-            Err(_) => {
-                // A handler that is cut off is no crash of its order, and what is held need not wait for `ack_wait`.
-                cut.cancel();
-                match tokio::time::timeout(CUT_GRACE, drain).await {
-                    // The database is closed, and that is all that a pause is for.
-                    Ok(Ok(())) if ended == Ended::Paused => Ok(()),
-                    rest => rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline))),
-                }
-            }
-        };
-        telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
-        drained.map(|()| ended)
     }
 
-    /// Hands the next batch, or a step of upkeep, to a task of its own, if the last one is done.
+    /// How much may be requested from the server: nothing while the database is away.
+    fn room(&self) -> Room {
+        if self.outage.retry_at().is_some() {
+            return Room { messages: 0, bytes: 0 };
+        }
+        let batch = &self.config.batch;
+        Room {
+            messages: batch.max_messages.saturating_sub(self.waiting.messages()),
+            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes()),
+        }
+    }
+
+    /// Takes deliveries in. Another delivery of a message that is held already only renews the claim on the message.
+    fn receive(&mut self, arrivals: Vec<Arrival>) {
+        let now = Instant::now();
+        for (raw, reply) in arrivals {
+            self.count(raw.position);
+            self.parked.came(raw.position.stream_seq);
+            if self.held.take(raw.position, reply, now) {
+                self.waiting.push(Delivery::new(raw, &self.scheme));
+            }
+        }
+        self.telemetry.held(self.held.len());
+    }
+
+    /// Hands the next batch, or a step of upkeep, to its own task if the writer is free.
     fn start_job(&mut self) {
         let now = Instant::now();
-        if self.database.retry_at.is_some_and(|at| at > now) || self.cut.is_cancelled() {
+        if self.outage.retry_at().is_some_and(|at| at > now) || self.cut.is_cancelled() {
             return;
         }
-        let Some(mut inbox) = self.inbox.take() else { return };
+        let Some(mut inbox) = self.writer.take() else { return };
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
-        if !batch.is_empty() {
+        self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
             let (hurry, cut) = (self.hurry.clone(), self.cut.clone());
-            self.job = Some(tokio::spawn(async move {
+            Writer::Busy(tokio::spawn(async move {
                 let began = Instant::now();
                 let processed = cut.run_until_cancelled(inbox.process(&batch, &hurry)).await;
                 let result = processed.unwrap_or_else(|| Ok(vec![None; batch.len()]));
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
-            }));
+            }))
         } else if self.view.is_some() && self.upkeep_due <= now {
-            let prunable = self.prunable();
-            self.job = Some(tokio::spawn(async move {
+            let retention = self.config.inbox.retention;
+            let prunable = retention::prunable(retention, self.view.as_ref(), self.scheme.stream_created_ns);
+            Writer::Busy(tokio::spawn(async move {
                 let result = inbox.store().upkeep(prunable, PRUNE_STEP).await;
                 if let Err(error) = &result {
                     inbox.store().give_up(error).await;
                 }
                 Done { inbox, work: Work::Upkeep(result) }
-            }));
+            }))
         } else {
-            self.inbox = Some(inbox);
-        }
+            Writer::Free(inbox)
+        };
     }
 
     /// Draws the conclusions from a job that has ended: durable outcomes are acknowledged, a failed batch waits.
     async fn finish_job(&mut self, done: Done) -> Result<(), WorkerError> {
-        self.job = None;
-        let inbox = self.inbox.insert(done.inbox);
+        let Done { mut inbox, work } = done;
         self.telemetry.sizes(inbox.store().sizes());
-        match done.work {
+        self.writer = Writer::Free(inbox);
+        match work {
             Work::Batch { batch, took, result: Ok(outcomes) } => {
-                self.database_works();
+                self.outage.end(&self.telemetry);
                 self.settle(batch, outcomes, took).await;
             }
             Work::Batch { batch, result: Err(error), .. } => {
-                // Nothing of it is known to be durable. It stays held and goes first when the database is back.
+                // None of it is known to be durable. The batch stays held and goes first when the database is back.
                 self.waiting.put_back(batch);
-                self.database_failed(error)?;
+                self.outage.begin(error, &self.telemetry).map_err(WorkerError::Corrupt)?;
             }
             Work::Upkeep(Ok((pruned, counts))) => {
-                self.database_works();
+                self.outage.end(&self.telemetry);
                 self.telemetry.pruned(pruned);
                 self.telemetry.counted(counts);
                 let more = pruned == u64::from(PRUNE_STEP);
                 self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
-            Work::Upkeep(Err(error)) => self.database_failed(error)?,
+            Work::Upkeep(Err(error)) => self.outage.begin(error, &self.telemetry).map_err(WorkerError::Corrupt)?,
         }
         Ok(())
     }
@@ -309,10 +296,10 @@ impl Worker {
     async fn settle(&mut self, batch: Vec<Delivery>, outcomes: Outcomes, took: Duration) {
         let decisions = || batch.iter().zip(&outcomes);
         self.waiting.put_back(decisions().filter(|(_, outcome)| outcome.is_none()).map(|(it, _)| it.clone()).collect());
-        // While draining, what is started next is the drain's to say.
+        // While draining, only `drain` starts jobs.
         let draining = self.hurry.is_cancelled();
         if !draining {
-            // The database need not wait for what follows from its last batch.
+            // The next batch starts before anything else follows from this one: the database must not wait.
             self.start_job();
         }
         self.telemetry.committed(decisions(), took);
@@ -320,23 +307,20 @@ impl Worker {
         let mut acknowledgements = Vec::with_capacity(batch.len());
         for (delivery, outcome) in batch.iter().zip(outcomes) {
             let Some(outcome) = outcome else { continue };
-            let position = delivery.raw.position;
-            let outcome = self.parked.park(position.stream_seq, outcome, self.limits.as_ref());
+            let outcome = self.parked.park(delivery.raw.position.stream_seq, outcome, self.limits.as_ref());
             report(delivery, &outcome);
-            if let Entry::Occupied(held) = self.held.entry(position.stream_seq)
-                && held.get().published_ns == position.published_ns
-            {
-                acknowledgements.push((held.remove().reply, outcome.acknowledgement()));
+            if let Some(reply) = self.held.answer(delivery.raw.position) {
+                acknowledgements.push((reply, outcome.acknowledgement()));
             }
         }
         self.telemetry.held(self.held.len());
         self.telemetry.parked(self.parked.len());
-        // While draining this may be the last word.
+        // While draining, these may be the last acknowledgements on this connection.
         self.acknowledge(acknowledgements, draining).await;
     }
 
-    /// Tells the server, and if asked waits until it has the last one, and with it all. What does not get through is delivered
-    /// again and is then a duplicate. Whether all were sent.
+    /// Sends acknowledgements. With a receipt, it waits until the server has the last one, and therefore all of them. What does
+    /// not get through is delivered again and is then a duplicate. Returns whether all were sent.
     async fn acknowledge(&mut self, acknowledgements: Vec<(Reply, Acknowledgement)>, with_receipt: bool) -> bool {
         let sending = async {
             if with_receipt {
@@ -347,41 +331,95 @@ impl Worker {
         };
         match tokio::time::timeout(ACKNOWLEDGE_BUDGET, sending).await {
             Ok(Ok(())) => return true,
-            Ok(Err(error)) => tracing::debug!(%error, "not acknowledged, the server will deliver again"),
-            Err(_) => tracing::debug!("acknowledging took too long, the server will deliver again"),
+            Ok(Err(error)) => tracing::debug!(%error, "not acknowledged; the server will redeliver the messages"),
+            Err(_) => tracing::debug!("acknowledging took too long; the server will redeliver the messages"),
         }
         false
     }
 
-    /// Takes deliveries in. One of a message that we hold already only renews the claim on it: it must not run twice.
-    fn receive(&mut self, arrivals: Vec<Arrival>) {
-        let now = Instant::now();
-        for (raw, reply) in arrivals {
-            let position = raw.position;
-            self.count(position);
-            self.parked.came(position.stream_seq);
-            let held = Held { reply, published_ns: position.published_ns, touched: now };
-            match self.held.insert(position.stream_seq, held) {
-                Some(before) if before.published_ns == position.published_ns => {}
-                Some(_) | None => self.waiting.push(Delivery::new(raw, &self.scheme)),
+    /// Shows that the loop runs, and restarts `ack_wait` for each delivery that has been held for half of it.
+    async fn keep_alive(&mut self) {
+        self.telemetry.health.tick();
+        self.telemetry.held(self.held.len());
+        let Some(limits) = &self.limits else { return };
+        let (half, now) = (limits.ack_wait / 2, Instant::now());
+        // What could not be sent is tried again at the next tick.
+        if self.acknowledge(self.held.in_progress(half, now), false).await {
+            self.held.touch(half, now);
+        }
+    }
+
+    /// Drains. At the deadline, it cuts off the job that still runs.
+    async fn drain_in_time(self, ended: Ended) -> Result<Ended, WorkerError> {
+        let deadline = self.config.shutdown.timeout;
+        let began = Instant::now();
+        let (telemetry, cut) = (self.telemetry.clone(), self.cut.clone());
+        let mut drain = pin!(self.drain());
+        let drained = match tokio::time::timeout(deadline, &mut drain).await {
+            Ok(drained) => drained,
+            Err(_) => {
+                // A handler that is cut off is not a crash of its order, and held deliveries need not wait for `ack_wait`.
+                cut.cancel();
+                match tokio::time::timeout(CUT_GRACE, drain).await {
+                    // A pause only needs the database to be closed.
+                    Ok(Ok(())) if ended == Ended::Paused => Ok(()),
+                    rest => rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline))),
+                }
+            }
+        };
+        telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
+        drained.map(|()| ended)
+    }
+
+    /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
+    async fn drain(mut self) -> Result<(), WorkerError> {
+        tracing::info!(held = self.held.len(), "draining");
+        self.hurry.cancel();
+        let arrived = self.consumer.quiesce().await;
+        self.receive(arrived);
+        self.finish_running().await?;
+        // A message is not handed back on its last delivery: the server would never deliver it again.
+        let last = self.max_deliver().unwrap_or(u64::MAX);
+        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
+        self.upkeep_due = Instant::now() + UPKEEP_EVERY;
+        self.start_job();
+        while matches!(self.writer, Writer::Busy(_)) {
+            self.finish_running().await?;
+            self.start_job();
+        }
+        let rest = self.held.hand_back();
+        let handed_back = rest.len();
+        self.acknowledge(rest, true).await;
+        if let Some(inbox) = self.writer.take() {
+            inbox.close().await.map_err(WorkerError::Close)?;
+        }
+        let outcomes = self.telemetry.health.status().committed_messages;
+        let how = if self.cut.is_cancelled() { "cut off" } else { "drained" };
+        tracing::info!(outcomes, handed_back, "{how}");
+        Ok(())
+    }
+
+    /// Waits for the running job and keeps all held deliveries alive meanwhile.
+    async fn finish_running(&mut self) -> Result<(), WorkerError> {
+        loop {
+            tokio::select! {
+                done = self.writer.done() => match done {
+                    Some(done) => return self.finish_job(done?).await,
+                    None => return Ok(()),
+                },
+                _ = self.tick.tick() => self.keep_alive().await,
             }
         }
-        self.telemetry.held(self.held.len());
     }
+}
 
-    fn count(&self, position: Position) {
-        let metrics = &self.telemetry.metrics;
-        metrics.deliveries.increment(1);
-        if position.delivered > 1 {
-            metrics.redeliveries.increment(SeenBy::Server, 1);
-        }
-    }
-
-    fn bound(&mut self, limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>) {
+/// What follows from looks at stream and consumer.
+impl Worker {
+    fn bound(&mut self, limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>, view: ConsumerView) {
         let mut current = Vec::new();
         if let Some(former) = former {
             // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
-            // alone and would hit a message of the new stream: nobody is told.
+            // alone and would hit a message of the new stream: nothing is sent.
             self.held.clear();
             self.parked.clear();
             self.given_up.forget();
@@ -396,43 +434,20 @@ impl Worker {
             }
         }
         self.scheme.stream_created_ns = stream_created_ns;
-        self.adopt(limits);
         self.receive(current);
+        self.given_up.bound(&view);
+        self.seen(view, Some(limits));
     }
 
-    fn adopt(&mut self, limits: Limits) {
-        // The last delivery of a message that nobody answers, or the longest retry that another process may have asked for.
-        let longest = (limits.ack_wait * 2).max(self.config.retry.max_delay.mul_f64(1.25));
-        self.telemetry.health.set_redelivery(longest);
-        self.limits = Some(limits);
-    }
-
-    /// Takes in messages that the server delivers no more: they go to the dead letters unless they were processed.
-    fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
-        let max_deliver = self.max_deliver();
-        for (raw, reply) in arrivals {
-            let position = raw.position;
-            // One that we hold is at work, and that was its last delivery: it will have an outcome.
-            if self.held.contains_key(&position.stream_seq) {
-                continue;
-            }
-            self.count(position);
-            let held = Held { reply, published_ns: position.published_ns, touched: Instant::now() };
-            self.held.insert(position.stream_seq, held);
-            let mut delivery = Delivery::new(raw, &self.scheme);
-            delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
-            self.waiting.push(delivery);
+    /// A fresh look at stream and consumer; with limits if they are new.
+    fn seen(&mut self, view: ConsumerView, limits: Option<Limits>) {
+        if let Some(limits) = limits {
+            self.adopt(limits);
         }
-        self.telemetry.held(self.held.len());
-    }
-
-    /// A fresh look at stream and consumer.
-    fn seen(&mut self, view: ConsumerView) {
         let last_seq = view.stream_last_seq;
         if self.view.as_ref().is_some_and(|before| before.stream_last_seq > last_seq) {
-            // The stream lost its tail. What we hold of that is still applied, but an acknowledgement would hit the message that
-            // has its sequence now.
-            self.held.retain(|stream_seq, _| *stream_seq <= last_seq);
+            // The stream lost its tail. What we hold of the tail is still applied.
+            self.held.cut_after(last_seq);
             self.parked.cut_after(last_seq);
         }
         self.parked.seen(&view, self.limits.as_ref(), &self.telemetry);
@@ -457,6 +472,32 @@ impl Worker {
         self.view = Some(view);
     }
 
+    fn adopt(&mut self, limits: Limits) {
+        // The last delivery of a message that nobody answers, or the longest retry that another process may have asked for.
+        let longest = (limits.ack_wait * 2).max(self.config.retry.max_delay.mul_f64(1.25));
+        self.telemetry.health.set_redelivery(longest);
+        self.tick = ticks(limits.ack_wait);
+        self.limits = Some(limits);
+    }
+
+    /// Takes in messages that the server no longer delivers: they become dead letters unless they were processed.
+    fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
+        let max_deliver = self.max_deliver();
+        for (raw, reply) in arrivals {
+            let position = raw.position;
+            // A message that we hold is at work on its last delivery: it will have an outcome.
+            if self.held.contains(position.stream_seq) {
+                continue;
+            }
+            self.count(position);
+            self.held.take(position, reply, Instant::now());
+            let mut delivery = Delivery::new(raw, &self.scheme);
+            delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
+            self.waiting.push(delivery);
+        }
+        self.telemetry.held(self.held.len());
+    }
+
     /// Does what follows from a step of the search for messages that the server has given up.
     async fn surveyed(&mut self, ended: given_up::Ended) {
         let ToDo { acknowledge, with_receipt, mut take_in } = self.given_up.surveyed(ended);
@@ -468,39 +509,9 @@ impl Worker {
         self.receive_given_up(take_in);
     }
 
-    /// Shows that the loop turns, and restarts `ack_wait` for whatever has been held for half of it.
-    async fn keep_alive(&mut self) {
-        self.telemetry.health.tick();
-        self.telemetry.held(self.held.len());
-        let Some(limits) = &self.limits else { return };
-        let now = Instant::now();
-        let half = limits.ack_wait / 2;
-        let is_due = |held: &Held| now.duration_since(held.touched) >= half;
-        let due: Vec<(Reply, Acknowledgement)> = (self.held.values())
-            .filter(|held| is_due(held))
-            .map(|held| (held.reply.clone(), Acknowledgement::InProgress))
-            .collect();
-        // What did not get out is tried again at the next tick.
-        if self.acknowledge(due, false).await {
-            self.held.values_mut().filter(|held| is_due(held)).for_each(|held| held.touched = now);
-        }
-    }
-
-    /// What may be asked of the server: nothing while the database does not take it.
-    fn room(&self) -> Room {
-        if self.database.retry_at.is_some() {
-            return Room { messages: 0, bytes: 0 };
-        }
-        let batch = &self.config.batch;
-        Room {
-            messages: batch.max_messages.saturating_sub(self.waiting.deliveries.len()),
-            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes),
-        }
-    }
-
     fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        let at_rest = self.held.is_empty() && self.inbox.is_some() && self.given_up.is_at_rest();
+        let at_rest = self.held.is_empty() && matches!(self.writer, Writer::Free(_)) && self.given_up.is_at_rest();
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 
@@ -509,133 +520,32 @@ impl Worker {
         self.limits.as_ref().and_then(|limits| limits.max_deliver)
     }
 
-    fn prunable(&self) -> Prunable {
-        let (age, gone) = match self.config.inbox.retention {
-            // A message that the stream still has can come again, after a reset of the consumer for one.
-            Retention::Auto => {
-                let below_seq = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
-                (RETENTION_MIN, Some(Gone { below_seq, stream_created_ns: self.scheme.stream_created_ns }))
-            }
-            Retention::For(age) => (age, None),
-        };
-        // By our clock and by the stream's, whichever is behind: one that jumps ahead must make no id look old.
-        let last_published_at = self.view.as_ref().map_or(SystemTime::UNIX_EPOCH, |view| view.last_published_at);
-        let now = SystemTime::now().min(last_published_at);
-        Prunable { before_ns: now.checked_sub(age).map_or(0, unix_ns), gone }
-    }
-
-    fn database_works(&mut self) {
-        if self.database.retry_at.is_some() {
-            tracing::info!("the database works again");
-        }
-        self.database = Database::default();
-        self.telemetry.health.set_database(Ok(()));
-    }
-
-    /// Puts the work off, and says why. Nothing is acknowledged and no attempt is spent.
-    fn database_failed(&mut self, error: store::Error) -> Result<(), WorkerError> {
-        self.telemetry.metrics.db_errors.increment(error.class, 1);
-        if error.class == ErrorClass::Corrupt {
-            return Err(WorkerError::Corrupt(error));
-        }
-        let cause = chain(&error);
-        if self.database.reminder.is_due(&cause) {
-            tracing::error!(%cause, "the database does not work, pulling stops until it does");
-        }
-        self.telemetry.health.set_database(Err(cause));
-        let delay = DATABASE_RETRY_MIN * (1 << self.database.failures.min(5));
-        self.database.failures += 1;
-        self.database.retry_at = Some(Instant::now() + delay.min(DATABASE_RETRY_MAX));
-        Ok(())
-    }
-
-    /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
-    async fn drain(mut self) -> Result<(), WorkerError> {
-        tracing::info!(held = self.held.len(), "draining");
-        self.hurry.cancel();
-        let arrived = self.consumer.quiesce().await;
-        self.receive(arrived);
-        self.finish_running().await?;
-        // The server's last delivery of a message is not handed back: it would never come again.
-        let last = self.max_deliver().unwrap_or(u64::MAX);
-        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
-        self.upkeep_due = Instant::now() + UPKEEP_EVERY;
-        self.start_job();
-        while self.job.is_some() {
-            self.finish_running().await?;
-            self.start_job();
-        }
-        let rest: Vec<_> =
-            self.held.drain().map(|(_, held)| (held.reply, Acknowledgement::Nak { delay: Duration::ZERO })).collect();
-        let handed_back = rest.len();
-        self.acknowledge(rest, true).await;
-        if let Some(inbox) = self.inbox.take() {
-            inbox.close().await.map_err(WorkerError::Close)?;
-        }
-        let outcomes = self.telemetry.health.status().committed_messages;
-        let how = if self.cut.is_cancelled() { "cut off" } else { "drained" };
-        tracing::info!(outcomes, handed_back, "{how}");
-        Ok(())
-    }
-
-    /// Waits for the job in hand, keeping everything that is held alive.
-    async fn finish_running(&mut self) -> Result<(), WorkerError> {
-        let mut tick = interval(TICK_MAX);
-        loop {
-            tokio::select! {
-                done = OptionFuture::from(self.job.as_mut()) => match done {
-                    Some(done) => return self.finish_job(done.map_err(WorkerError::Panicked)?).await,
-                    None => return Ok(()),
-                },
-                _ = tick.tick() => self.keep_alive().await,
-            }
+    fn count(&self, position: Position) {
+        let metrics = &self.telemetry.metrics;
+        metrics.deliveries.increment(1);
+        if position.delivered > 1 {
+            metrics.redeliveries.increment(SeenBy::Server, 1);
         }
     }
 }
 
-impl Waiting {
-    fn push(&mut self, delivery: Delivery) {
-        self.bytes += delivery.bytes();
-        self.deliveries.push_back(delivery);
-    }
-
-    /// Back to the front, in order.
-    fn put_back(&mut self, deliveries: Vec<Delivery>) {
-        for delivery in deliveries.into_iter().rev() {
-            self.bytes += delivery.bytes();
-            self.deliveries.push_front(delivery);
-        }
-    }
-
-    /// The next batch in stream order: only suspects or none, no sequence twice, at least one message if there is any.
-    fn next_batch(&mut self, max_messages: usize, max_bytes: usize) -> Vec<Delivery> {
-        let Some(suspects) = self.deliveries.front().map(is_suspect) else { return Vec::new() };
-        let mut bytes = 0;
-        let fits = |delivery: &&Delivery| {
-            bytes += delivery.bytes();
-            is_suspect(delivery) == suspects && bytes <= max_bytes
-        };
-        let count = self.deliveries.iter().take(max_messages).take_while(fits).count().max(1);
-        let mut batch: Vec<Delivery> = self.deliveries.drain(..count).collect();
-        batch.sort_by_key(|delivery| delivery.raw.position.stream_seq);
-        // The same sequence twice: the stream was created anew, or lost its tail, while we held a message.
-        let mut later = Vec::new();
-        let mut index = 1;
-        while index < batch.len() {
-            if batch[index].raw.position.stream_seq == batch[index - 1].raw.position.stream_seq {
-                later.push(batch.remove(index));
-            } else {
-                index += 1;
+impl Writer {
+    fn take(&mut self) -> Option<Box<Inbox>> {
+        match mem::replace(self, Self::Closed) {
+            Self::Free(inbox) => Some(inbox),
+            other @ (Self::Busy(_) | Self::Closed) => {
+                *self = other;
+                None
             }
         }
-        self.bytes -= batch.iter().chain(&later).map(Delivery::bytes).sum::<usize>();
-        self.put_back(later);
-        batch
     }
 
-    fn retain(&mut self, which: impl Fn(&Delivery) -> bool) {
-        self.deliveries.retain(which);
-        self.bytes = self.deliveries.iter().map(Delivery::bytes).sum();
+    /// Waits for the running job; `None` if there is none.
+    async fn done(&mut self) -> Option<Result<Done, WorkerError>> {
+        let Self::Busy(job) = self else { return None };
+        let done = job.await.map_err(WorkerError::Panicked);
+        *self = Self::Closed;
+        Some(done)
     }
 }
 
