@@ -1,49 +1,95 @@
-//! The extension point: what an order means to the business. The built-in one is [`crate::handler::orders::Orders`].
+//! The extension point: what an order means to the business. The built-in handler is [`orders::Orders`].
 
 pub mod orders;
 
 use async_trait::async_trait;
+use bytes::Bytes;
 
 use crate::model::delivery::Delivery;
 use crate::store::{self, Tx};
 
-/// Applies orders to the database, inside the transaction that also records their ids.
+/// What an order does: a call of a service, an effect in the database, or both.
 ///
 /// What the daemon promises to a handler:
-/// - Every delivery in the slice is of a message whose id this transaction has just claimed: none was applied before, and no
-///   two have the same id. They come in stream order; across calls there is no order, because redeliveries come late.
-/// - If `apply` returns `Ok`, its effect and the ids become durable together, and only then is anything acknowledged.
-/// - If it returns an error or panics, everything it did through `tx` is undone. A slice of several is then run again one
-///   message at a time, so a handler need not find out which order was to blame.
-/// - It is never cancelled by the daemon, also not on SIGTERM, unless `shutdown.timeout` runs out: then nothing was committed.
-///   It may take longer than `ack_wait`: the server is told that work is in progress.
+/// - [`apply`](Handler::apply) runs inside the transaction that also records the ids. Every order in the slice is of a message
+///   whose id this transaction has claimed: none was applied before, and no two have the same id. They come in stream order.
+///   There is no order across slices, because redeliveries come late.
+/// - If `apply` returns `Ok`, its effect and the ids become durable together. Only then is anything acknowledged.
+/// - If `apply` returns an error or panics, everything it did through `tx` is undone. A slice of several orders then runs again:
+///   without the order that [`Failure::At`] names, or one order at a time.
+/// - [`call`](Handler::call) runs before that, outside any transaction, and never for a known id. Its answer is kept in memory until
+///   the order has an outcome, so a failed commit causes no second call. A restart does: calls happen at least once.
+/// - The daemon cancels neither, even on SIGTERM, before `shutdown.timeout` has passed. Both may take longer than `ack_wait`,
+///   because the server is told that work is in progress.
 ///
 /// What a handler owes the daemon:
-/// - Its effects go through `tx` and nowhere else. A mail sent from here is sent again whenever the transaction does not
-///   commit; write an outbox row instead.
-/// - It must not begin, commit or roll back, and must leave no savepoint open.
-/// - It never acknowledges. It returns.
+/// - The effects of `apply` go through `tx` and nowhere else. A mail sent from there is sent again whenever the transaction does
+///   not commit.
+/// - `apply` must not begin, commit or roll back, and must leave no savepoint open.
+/// - `call` sends the message id with its request, so that the service can recognise a second call of one order.
+/// - A handler never acknowledges. It returns.
 ///
 /// Proven by `handlers::*` in `tests/it`.
 #[async_trait]
 pub trait Handler: Send + Sync + 'static {
-    /// Applies all of `deliveries` or fails.
-    async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure>;
+    /// How many calls may run at the same time. With 0 the handler makes no calls, and [`call`](Handler::call) never runs.
+    fn concurrency(&self) -> usize {
+        0
+    }
+
+    /// Calls a service for one order. It may be called again for the same order, so the service must expect that.
+    async fn call(&self, _delivery: &Delivery) -> Result<Answer, Failure> {
+        Ok(Answer::default())
+    }
+
+    /// Applies all of `orders` or fails.
+    async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure>;
 }
 
-/// Why a handler could not apply.
+/// One order, as a handler gets it.
+#[derive(Clone, Copy, Debug)]
+pub struct Order<'a> {
+    pub delivery: &'a Delivery,
+    /// What [`Handler::call`] returned. `None` for a handler that makes no calls, and in a dry run, which never calls.
+    pub answer: Option<&'a Answer>,
+}
+
+/// What a call brought.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    pub body: Bytes,
+}
+
+/// Why a handler could not call or apply.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// It may work later. Costs the message one attempt; used-up attempts make it a dead letter.
+    /// It may work later. The failure counts one attempt of the message; used-up attempts make the message a dead letter.
     #[error("{0}")]
     Retry(String),
-    /// It will never work: a dead letter at once.
+    /// It will never work: the message becomes a dead letter immediately.
     #[error("{0}")]
     Permanent(String),
-    /// The database refused a statement. What that means depends on the error: a full disk is nobody's fault and costs
-    /// nothing, a violated constraint is [`Failure::Permanent`]. `?` on a call through [`Tx`] ends up here.
+    /// Something that every order needs is away, such as the service that the handler calls. No message is to blame: no attempt
+    /// is counted, nothing is acknowledged, and the daemon tries again by itself.
+    #[error("{0}")]
+    Away(String),
+    /// The database refused a statement. What that means depends on the error: a full disk is no message's fault and counts
+    /// no attempt, a violated constraint is [`Failure::Permanent`]. `?` on a call through [`Tx`] ends up here.
     #[error(transparent)]
     Store(#[from] store::Error),
+    /// The failure is that of the order at this index of the slice. The other orders run together again without it.
+    #[error("{failure}")]
+    At { index: usize, failure: Box<Failure> },
+}
+
+impl Failure {
+    /// The failure without the index. In a slice of one order, the index says nothing.
+    pub fn into_inner(self) -> Self {
+        match self {
+            Self::At { failure, .. } => failure.into_inner(),
+            plain @ (Self::Retry(_) | Self::Permanent(_) | Self::Away(_) | Self::Store(_)) => plain,
+        }
+    }
 }
 
 impl From<sqlx::Error> for Failure {

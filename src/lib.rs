@@ -51,15 +51,15 @@
 //!
 //! ```no_run
 //! use async_trait::async_trait;
-//! use order_processor::{Delivery, Failure, Handler, Tx, sqlx};
+//! use order_processor::{Failure, Handler, Order, Tx, sqlx};
 //!
 //! struct Totals;
 //!
 //! #[async_trait]
 //! impl Handler for Totals {
-//!     async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
+//!     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
 //!         sqlx::query("CREATE TABLE IF NOT EXISTS totals (id TEXT, cents INTEGER)").execute(tx.sqlite()).await?;
-//!         for delivery in deliveries {
+//!         for Order { delivery, .. } in orders {
 //!             let order: serde_json::Value = serde_json::from_slice(&delivery.raw.payload)
 //!                 .map_err(|error| Failure::Permanent(format!("not JSON: {error}")))?;
 //!             sqlx::query("INSERT INTO totals (id, cents) VALUES (?, ?)")
@@ -87,7 +87,7 @@ pub mod store;
 pub mod telemetry;
 pub mod worker;
 
-pub use handler::{Failure, Handler};
+pub use handler::{Answer, Failure, Handler, Order};
 pub use model::delivery::Delivery;
 pub use ops::cli::main;
 pub use store::Tx;

@@ -1,5 +1,6 @@
 //! The loop, and the parts of the path of a message that it calls.
 
+mod calls;
 pub mod inbox;
 pub mod retention;
 pub mod retry;

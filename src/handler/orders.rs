@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 
-use crate::handler::{Failure, Handler};
+use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::store::Tx;
 
@@ -12,8 +12,9 @@ pub struct Orders;
 
 #[async_trait]
 impl Handler for Orders {
-    async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
-        tx.record_orders(deliveries).await?;
+    async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
+        let deliveries: Vec<&Delivery> = orders.iter().map(|order| order.delivery).collect();
+        tx.record_orders(&deliveries).await?;
         Ok(())
     }
 }

@@ -64,6 +64,11 @@ impl Health {
         self.update(|state| state.database = one_line(database));
     }
 
+    /// The handler can work, or why not. Taken for granted until reported otherwise.
+    pub fn set_handler(&self, handler: Result<(), String>) {
+        self.update(|state| state.handler = one_line(handler));
+    }
+
     /// The server accepts our acknowledgements, or why not. Taken for granted until reported otherwise.
     pub fn set_acks(&self, acks: Result<(), String>) {
         self.update(|state| state.acks = one_line(acks));
@@ -287,6 +292,7 @@ struct State {
     bound: Result<(), String>,
     database: Result<(), String>,
     acks: Result<(), String>,
+    handler: Result<(), String>,
     pulls: Result<(), String>,
     draining: bool,
     pause: Option<Pause>,
@@ -311,6 +317,7 @@ impl State {
             bound: Err("starting, no consumer bound yet".to_owned()),
             database: Err("starting, not opened yet".to_owned()),
             acks: Ok(()),
+            handler: Ok(()),
             pulls: Ok(()),
             draining: false,
             pause: None,
@@ -343,6 +350,7 @@ impl State {
             ("pulls", &self.pulls),
             ("acks", &self.acks),
             ("database", &self.database),
+            ("handler", &self.handler),
         ];
         for (component, fact) in reported {
             // Of the database a paused daemon knows nothing but what was before.
@@ -405,7 +413,12 @@ impl State {
             return true;
         }
         let paused = self.pause.is_some() || self.consumer.as_ref().is_some_and(|view| view.paused);
-        paused || self.connected.is_err() || self.bound.is_err() || self.acks.is_err() || self.database.is_err()
+        paused
+            || self.connected.is_err()
+            || self.bound.is_err()
+            || self.acks.is_err()
+            || self.database.is_err()
+            || self.handler.is_err()
     }
 }
 
@@ -550,10 +563,11 @@ mod tests {
     #[test]
     fn each_reported_failure_is_named_and_goes_when_it_is_over() {
         type Setter = fn(&Health, Result<(), String>);
-        let setters: [(&str, Setter); 4] = [
+        let setters: [(&str, Setter); 5] = [
             ("nats", Health::set_connected),
             ("consumer", Health::set_bound),
             ("acks", Health::set_acks),
+            ("handler", Health::set_handler),
             ("database", Health::set_database),
         ];
         for (component, set) in setters {

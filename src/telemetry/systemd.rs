@@ -243,7 +243,7 @@ mod tests {
         let path = dir.path().join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "systemd::tests::child_says_everything", "--ignored"])
+            .args(["--exact", "telemetry::systemd::tests::child_says_everything", "--ignored"])
             .env("NOTIFY_SOCKET", &path)
             .env("WATCHDOG_USEC", "30000000")
             .env_remove("WATCHDOG_PID")

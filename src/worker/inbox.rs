@@ -1,7 +1,7 @@
 //! One batch in one transaction: claim the ids, apply the effects, commit. Says of every message what became of it.
 //!
-//! The batch is tried as a whole. If anything in it fails, all of it is undone and it runs again message by message, each in a
-//! savepoint, so that one bad order harms no neighbour. An error that is about the database and not about a message judges
+//! The batch is tried as a whole. If anything in it fails, all of it is undone. If the handler names the order to blame, the rest
+//! runs together again. Otherwise the batch runs message by message, each in a savepoint, so that one bad order harms no other. An error that is about the database and not about a message judges
 //! nothing: it goes to the caller, no attempt is spent, and the same batch is tried again later.
 
 use std::any::Any;
@@ -15,20 +15,23 @@ use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::OnConflict;
-use crate::handler::{Failure, Handler};
+use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
 use crate::model::outcome::{Outcome, Reason};
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
+use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::{RetryPolicy, Verdict};
 
 pub mod replay;
 
 /// From this delivery on a message travels alone, its start recorded: it may be the one that keeps killing the process.
 pub const SUSPECT_FROM: u64 = 3;
-/// A pass over single messages commits what it has after this long and leaves the rest for the next one, so that finished
+/// Orders of one batch that the handler may name as the guilty ones before the batch runs message by message.
+const BLAMED_MAX: usize = 8;
+/// A pass over single messages, or over calls, commits what it has after this long and leaves the rest for the next one, so that finished
 /// messages are acknowledged and a stop is not held up.
 const SINGLES_BUDGET: Duration = Duration::from_secs(1);
 
@@ -41,6 +44,9 @@ pub struct Inbox {
     handler: Arc<dyn Handler>,
     retry: RetryPolicy,
     on_conflict: OnConflict,
+    calls: Calls,
+    /// Why the handler could not work on any message in the last batch, if so. No message is to blame.
+    pub away: Option<String>,
     /// The last delivery that the consumer allows, if there is a last one.
     pub max_deliver: Option<u64>,
     /// The id of a message whose start is recorded and whose run ended in no outcome, since the database failed. The process
@@ -50,7 +56,8 @@ pub struct Inbox {
 
 impl Inbox {
     pub fn new(store: Store, handler: Arc<dyn Handler>, retry: RetryPolicy, on_conflict: OnConflict) -> Self {
-        Self { store, handler, retry, on_conflict, max_deliver: None, begun: None }
+        let calls = Calls::default();
+        Self { store, handler, retry, on_conflict, calls, away: None, max_deliver: None, begun: None }
     }
 
     /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
@@ -60,6 +67,7 @@ impl Inbox {
     /// # Errors
     /// When the database failed in a way that no message is to blame for. Then nothing is known to be durable.
     pub async fn process(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        self.away = None;
         let outcomes = self.run(batch, hurry).await;
         if let Err(error) = &outcomes {
             self.store.give_up(error).await;
@@ -91,34 +99,92 @@ impl Inbox {
     }
 
     async fn run(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        if batch.iter().any(is_suspect) {
+        let all: Vec<&Delivery> = batch.iter().collect();
+        if self.handler.concurrency() == 0 {
+            return self.apply(&all, hurry).await;
+        }
+        let mut outcomes = vec![None; batch.len()];
+        let mut ready = Vec::with_capacity(batch.len());
+        for (index, called) in self.call(&all, hurry).await?.into_iter().enumerate() {
+            match called {
+                Called::Ready => ready.push(index),
+                Called::Left => {}
+                Called::Failed(failure) => {
+                    outcomes[index] = Some(self.blame(all[index], failure, Run::InBatch).await?);
+                }
+            }
+        }
+        let answered: Vec<&Delivery> = ready.iter().map(|&index| all[index]).collect();
+        for (index, outcome) in ready.into_iter().zip(self.apply(&answered, hurry).await?) {
+            outcomes[index] = outcome;
+        }
+        self.calls
+            .forget(all.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_some()).map(|(delivery, _)| *delivery));
+        Ok(outcomes)
+    }
+
+    /// Runs the calls that the batch needs, outside any transaction. Known ids need none.
+    async fn call(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Vec<Called>, Error> {
+        let mut tx = self.store.begin().await?;
+        let known = tx.known(batch).await?;
+        tx.commit().await?;
+        let pass = Pass::new(hurry);
+        let (called, away) = self.calls.run(self.handler.as_ref(), batch, &known, || pass.is_over()).await;
+        self.away = away;
+        Ok(called)
+    }
+
+    /// Claims and applies: all together; without those that the handler blames; message by message.
+    async fn apply(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+        if batch.iter().any(|delivery| is_suspect(delivery)) {
             return self.suspects(batch, hurry).await;
         }
-        let Some(sorted) = sort(batch) else {
-            return self.one_by_one(batch, hurry).await;
-        };
-        let failure = match self.together(batch, sorted).await {
-            Ok(outcomes) => return Ok(outcomes.into_iter().map(Some).collect()),
-            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
-            Err(failure) => failure,
-        };
-        tracing::debug!(messages = batch.len(), %failure, "the batch failed");
-        match batch {
-            // It is known who is to blame: running it again would be an attempt more.
-            [delivery] => Ok(vec![Some(self.blame(delivery, failure, Run::InBatch).await?)]),
-            _ => self.one_by_one(batch, hurry).await,
+        let mut outcomes = vec![None; batch.len()];
+        let mut rest: Vec<usize> = (0..batch.len()).collect();
+        for _ in 0..=BLAMED_MAX {
+            let together: Vec<&Delivery> = rest.iter().map(|&index| batch[index]).collect();
+            let Some(sorted) = sort(&together) else { break };
+            let Blamed { index, failure } = match self.together(&together, sorted).await {
+                Ok(decided) => {
+                    rest.into_iter().zip(decided).for_each(|(index, outcome)| outcomes[index] = Some(outcome));
+                    return Ok(outcomes);
+                }
+                Err(blamed) => blamed,
+            };
+            match failure {
+                Failure::Store(error) if !error.is_about_data() => return Err(error),
+                Failure::Away(cause) => {
+                    self.away = Some(cause);
+                    return Ok(outcomes);
+                }
+                failure => {
+                    tracing::debug!(messages = together.len(), %failure, "the batch failed");
+                    // It is known who is to blame: running it again would be an attempt more.
+                    let Some(guilty) = index.or((rest.len() == 1).then_some(0)) else { break };
+                    let guilty = rest.remove(guilty);
+                    outcomes[guilty] = Some(self.blame(batch[guilty], failure, Run::InBatch).await?);
+                }
+            }
+            if rest.is_empty() {
+                return Ok(outcomes);
+            }
         }
+        let singles: Vec<&Delivery> = rest.iter().map(|&index| batch[index]).collect();
+        for (index, outcome) in rest.into_iter().zip(self.one_by_one(&singles, hurry).await?) {
+            outcomes[index] = outcome;
+        }
+        Ok(outcomes)
     }
 
     /// The path of nearly every message: one claim, one apply, one commit for all.
-    async fn together(&mut self, batch: &[Delivery], sorted: Sorted<'_>) -> Result<Vec<Outcome>, Failure> {
+    async fn together(&mut self, batch: &[&Delivery], sorted: Sorted<'_>) -> Result<Vec<Outcome>, Blamed> {
         let now_ns = now_ns();
         let mut tx = self.store.begin().await?;
         let (kinds, unique) = sorted;
         let mut claims = tx.claim(&unique, now_ns).await?.into_iter();
         let mut new = Vec::with_capacity(unique.len());
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
-        for (delivery, kind) in batch.iter().zip(kinds) {
+        for (index, (delivery, kind)) in batch.iter().zip(kinds).enumerate() {
             outcomes.push(match kind {
                 Kind::Defective(reason, error) => {
                     defective(&mut tx, delivery, (reason, error), self.on_conflict).await?
@@ -131,25 +197,27 @@ impl Inbox {
                     Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),
                     Some(Claim::Dead) => Outcome::Duplicate,
                     Some(Claim::New) | None => {
-                        new.push(delivery);
+                        new.push(index);
                         Outcome::Applied
                     }
                 },
             });
         }
         if !new.is_empty() {
-            guarded(self.handler.as_ref(), &mut tx, &new).await?;
+            let orders: Vec<Order<'_>> = new.iter().map(|&index| self.calls.order(batch[index])).collect();
+            let applied = guarded(self.handler.as_ref(), &mut tx, &orders).await;
+            applied.map_err(|failure| Blamed::new(failure, &new))?;
         }
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
             bury(&mut tx, delivery, outcome, now_ns).await?;
         }
-        tx.forget_attempts(&batch.iter().collect::<Vec<_>>()).await?;
+        tx.forget_attempts(batch).await?;
         tx.commit().await?;
         Ok(outcomes)
     }
 
     /// The same for a batch in which something failed: each message in its savepoint, one commit.
-    async fn one_by_one(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn one_by_one(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
         match self.in_savepoints(batch, hurry).await {
             // The database refuses at the commit what one of them did, a deferred foreign key for one. Which of them shows
             // only when each has a commit of its own.
@@ -158,13 +226,19 @@ impl Inbox {
         }
     }
 
-    async fn in_savepoints(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn in_savepoints(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
         let (judge, handler) = (self.judge(), self.handler.clone());
         let pass = Pass::new(hurry);
         let mut outcomes = vec![None; batch.len()];
         let mut tx = self.store.begin().await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            *outcome = Some(single(&mut tx, handler.as_ref(), delivery, judge, Run::InBatch).await?);
+            match single(&mut tx, handler.as_ref(), self.calls.order(delivery), judge, Run::InBatch).await? {
+                Single::Decided(decided) => *outcome = Some(decided),
+                Single::Away(cause) => {
+                    self.away = Some(cause);
+                    break;
+                }
+            }
             if pass.is_over() {
                 break;
             }
@@ -173,12 +247,12 @@ impl Inbox {
         Ok(outcomes)
     }
 
-    async fn in_transactions(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn in_transactions(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
         let pass = Pass::new(hurry);
         let mut outcomes = vec![None; batch.len()];
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            *outcome = Some(self.transaction(delivery, Run::InBatch).await?);
-            if pass.is_over() {
+            *outcome = self.transaction(delivery, Run::InBatch).await?;
+            if pass.is_over() || self.away.is_some() {
                 break;
             }
         }
@@ -186,13 +260,19 @@ impl Inbox {
     }
 
     /// One message, one commit; a commit that is refused for what the message did is the message's failure.
-    async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Outcome, Error> {
+    async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Option<Outcome>, Error> {
         let (judge, handler) = (self.judge(), self.handler.clone());
         let mut tx = self.store.begin().await?;
-        let outcome = single(&mut tx, handler.as_ref(), delivery, judge, run).await?;
+        let outcome = match single(&mut tx, handler.as_ref(), self.calls.order(delivery), judge, run).await? {
+            Single::Decided(outcome) => Some(outcome),
+            Single::Away(cause) => {
+                self.away = Some(cause);
+                None
+            }
+        };
         match tx.commit().await {
             Ok(()) => Ok(outcome),
-            Err(error) if error.is_about_data() => self.blame(delivery, Failure::Store(error), run).await,
+            Err(error) if error.is_about_data() => self.blame(delivery, Failure::Store(error), run).await.map(Some),
             Err(error) => Err(error),
         }
     }
@@ -211,12 +291,12 @@ impl Inbox {
     }
 
     /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
-    async fn suspects(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn suspects(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
         let pass = Pass::new(hurry);
         let mut outcomes: Outcomes = self.settle(batch).await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
-            *outcome = Some(self.alone(delivery).await?);
-            if pass.is_over() {
+            *outcome = self.alone(delivery).await?;
+            if pass.is_over() || self.away.is_some() {
                 break;
             }
         }
@@ -224,11 +304,11 @@ impl Inbox {
     }
 
     /// Duplicates and conflicts need no run of the handler: after a crash of the server they are most of what comes again.
-    async fn settle(&mut self, batch: &[Delivery]) -> Result<Outcomes, Error> {
+    async fn settle(&mut self, batch: &[&Delivery]) -> Result<Outcomes, Error> {
         let now_ns = now_ns();
         let on_conflict = self.on_conflict;
         let mut tx = self.store.begin().await?;
-        let known = tx.known(&batch.iter().collect::<Vec<_>>()).await?;
+        let known = tx.known(batch).await?;
         let mut outcomes = Vec::with_capacity(batch.len());
         for (delivery, known) in batch.iter().zip(known) {
             let mut outcome = match known {
@@ -247,7 +327,7 @@ impl Inbox {
     }
 
     /// Runs one message with its start on record, or quarantines it if too many starts have had no end.
-    async fn alone(&mut self, delivery: &Delivery) -> Result<Outcome, Error> {
+    async fn alone(&mut self, delivery: &Delivery) -> Result<Option<Outcome>, Error> {
         let now_ns = now_ns();
         let max_attempts = self.retry.max_attempts;
         let mut tx = self.store.begin().await?;
@@ -265,7 +345,7 @@ impl Inbox {
                 tx.forget_attempts(&[delivery]).await?;
                 tx.commit().await?;
                 self.begun = None;
-                return Ok(outcome);
+                return Ok(Some(outcome));
             }
             tx.set_attempts(&delivery.id, attempts.begun(), None, now_ns).await?;
         }
@@ -273,7 +353,10 @@ impl Inbox {
         self.begun = Some(delivery.id.clone());
         tx.commit().await?;
         let outcome = self.transaction(delivery, Run::Recorded).await?;
-        self.begun = None;
+        // A run that found its service away is put off. Its start stays on record, as after an error of the database.
+        if outcome.is_some() {
+            self.begun = None;
+        }
         Ok(outcome)
     }
 }
@@ -323,38 +406,50 @@ enum Run {
     Recorded,
 }
 
+/// What came of one message in its savepoint.
+enum Single {
+    Decided(Outcome),
+    /// Undone, since what the handler needs is away.
+    Away(String),
+}
+
 /// Claims and applies one message in a savepoint. A failure undoes that much and becomes the message's outcome.
 async fn single(
     tx: &mut Tx<'_>,
     handler: &dyn Handler,
-    delivery: &Delivery,
+    order: Order<'_>,
     judge: Judge,
     run: Run,
-) -> Result<Outcome, Error> {
+) -> Result<Single, Error> {
     let now_ns = now_ns();
+    let delivery = order.delivery;
     if let Some((reason, error)) = &delivery.defect {
         let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
         bury(tx, delivery, &mut outcome, now_ns).await?;
         tx.forget_attempts(&[delivery]).await?;
-        return Ok(outcome);
+        return Ok(Single::Decided(outcome));
     }
     tx.savepoint().await?;
     let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
         Some(Claim::Processed(digest)) => judge.on_conflict.judge(delivery, *digest),
         Some(Claim::Dead) => Outcome::Duplicate,
-        Some(Claim::New) | None => match guarded(handler, tx, &[delivery]).await {
+        Some(Claim::New) | None => match guarded(handler, tx, &[order]).await.map_err(Failure::into_inner) {
             Ok(()) => Outcome::Applied,
             Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+            Err(Failure::Away(cause)) => {
+                tx.undo().await?;
+                return Ok(Single::Away(cause));
+            }
             Err(failure) => {
                 tx.undo().await?;
-                return failed(tx, delivery, failure, judge, run, now_ns).await;
+                return failed(tx, delivery, failure, judge, run, now_ns).await.map(Single::Decided);
             }
         },
     };
     tx.keep().await?;
     bury(tx, delivery, &mut outcome, now_ns).await?;
     tx.forget_attempts(&[delivery]).await?;
-    Ok(outcome)
+    Ok(Single::Decided(outcome))
 }
 
 /// Counts the failure and decides whether there is another attempt.
@@ -416,15 +511,43 @@ async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &mut Outcome, now_n
 }
 
 /// Runs the handler; a panic is a failure that may pass, not the end of the process.
-async fn guarded(handler: &dyn Handler, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
+async fn guarded(handler: &dyn Handler, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
     // What a panic may leave half done lies in the transaction, and that is undone.
-    let run = AssertUnwindSafe(handler.apply(tx, deliveries)).catch_unwind().await;
+    caught(handler.apply(tx, orders)).await
+}
+
+/// Runs a part of the handler; a panic in it is a failure that may pass.
+pub(super) async fn caught<T>(part: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
+    let run = AssertUnwindSafe(part).catch_unwind().await;
     run.unwrap_or_else(|panic| Err(Failure::Retry(format!("the handler panicked: {}", panic_text(panic.as_ref())))))
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
+/// A failure of a batch, and the message in it that is to blame, if that is known.
+struct Blamed {
+    index: Option<usize>,
+    failure: Failure,
+}
+
+impl Blamed {
+    /// `applied`: where the orders that the handler got stand in the batch.
+    fn new(failure: Failure, applied: &[usize]) -> Self {
+        let index = match &failure {
+            Failure::At { index, .. } => applied.get(*index).copied(),
+            Failure::Retry(_) | Failure::Permanent(_) | Failure::Away(_) | Failure::Store(_) => None,
+        };
+        Self { index, failure: failure.into_inner() }
+    }
+}
+
+impl From<Error> for Blamed {
+    fn from(error: Error) -> Self {
+        Self { index: None, failure: error.into() }
+    }
 }
 
 /// What a message is within its batch.
@@ -440,11 +563,11 @@ type Sorted<'a> = (Vec<Kind<'a>>, Vec<&'a Delivery>);
 
 /// `None` if two messages of the batch differ under one id. Which of them the id belongs to depends on what becomes of the
 /// first, so such a batch runs message by message.
-fn sort(batch: &[Delivery]) -> Option<Sorted<'_>> {
+fn sort<'a>(batch: &[&'a Delivery]) -> Option<Sorted<'a>> {
     let mut seen: HashMap<&str, usize> = HashMap::with_capacity(batch.len());
     let mut unique = Vec::with_capacity(batch.len());
     let mut kinds = Vec::with_capacity(batch.len());
-    for (index, delivery) in batch.iter().enumerate() {
+    for (index, &delivery) in batch.iter().enumerate() {
         if let Some((reason, error)) = &delivery.defect {
             kinds.push(Kind::Defective(*reason, error));
             continue;

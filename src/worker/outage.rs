@@ -1,4 +1,4 @@
-//! Whether the database accepts our work, and when it is tried again.
+//! Whether the database and the handler can work, and when they are tried again.
 
 use std::time::Duration;
 
@@ -11,24 +11,30 @@ use crate::telemetry::{Reminder, Telemetry};
 const RETRY_MIN: Duration = Duration::from_millis(100);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
+/// What every order needs: the database, and whatever the handler uses besides, such as a service.
 #[derive(Default)]
-pub struct Outage {
+pub struct Outages {
+    database: Outage,
+    handler: Outage,
+}
+
+#[derive(Default)]
+struct Outage {
     failures: u32,
     retry_at: Option<Instant>,
     reminder: Reminder,
 }
 
-impl Outage {
-    /// No work before this time; `None` while the database works.
+impl Outages {
+    /// No work before this time; `None` while everything works.
     pub fn retry_at(&self) -> Option<Instant> {
-        self.retry_at
+        self.database.retry_at.max(self.handler.retry_at)
     }
 
-    pub fn end(&mut self, telemetry: &Telemetry) {
-        if self.retry_at.is_some() {
+    pub fn database_works(&mut self, telemetry: &Telemetry) {
+        if self.database.end() {
             tracing::info!("the database works again");
         }
-        *self = Self::default();
         telemetry.health.set_database(Ok(()));
     }
 
@@ -36,19 +42,49 @@ impl Outage {
     ///
     /// # Errors
     /// `error` itself, if no retry can help.
-    pub fn begin(&mut self, error: Error, telemetry: &Telemetry) -> Result<(), Error> {
+    pub fn database_failed(&mut self, error: Error, telemetry: &Telemetry) -> Result<(), Error> {
         telemetry.metrics.db_errors.increment(error.class, 1);
         if error.class == ErrorClass::Corrupt {
             return Err(error);
         }
         let cause = chain(&error);
-        if self.reminder.is_due(&cause) {
+        if self.database.begin(&cause) {
             tracing::error!(%cause, "the database does not work, pulling stops until it does");
         }
         telemetry.health.set_database(Err(cause));
+        Ok(())
+    }
+
+    /// Takes what the last batch showed of the handler: `away` says why it could not work on any message.
+    pub fn handler(&mut self, away: Option<String>, telemetry: &Telemetry) {
+        match away {
+            None => {
+                if self.handler.end() {
+                    tracing::info!("the handler works again");
+                }
+                telemetry.health.set_handler(Ok(()));
+            }
+            Some(cause) => {
+                if self.handler.begin(&cause) {
+                    tracing::error!(%cause, "the handler cannot work, pulling stops until it can; no attempt is counted");
+                }
+                telemetry.health.set_handler(Err(cause));
+            }
+        }
+    }
+}
+
+impl Outage {
+    /// Puts the work off, longer with each failure in a row. Whether the cause is due in the log.
+    fn begin(&mut self, cause: &str) -> bool {
         let delay = RETRY_MIN * (1 << self.failures.min(5));
         self.failures += 1;
         self.retry_at = Some(Instant::now() + delay.min(RETRY_MAX));
-        Ok(())
+        self.reminder.is_due(cause)
+    }
+
+    /// Whether there was an outage.
+    fn end(&mut self) -> bool {
+        std::mem::take(self).retry_at.is_some()
     }
 }

@@ -36,8 +36,9 @@ impl RetryPolicy {
     /// Decides after the `failed`th failed run. `last_delivery`: the server will not deliver the message again.
     pub fn verdict(&self, failure: &Failure, failed: u32, last_delivery: bool) -> Verdict {
         match failure {
-            // Errors of the database that are not about this message never come here.
-            Failure::Permanent(_) | Failure::Store(_) => Verdict::Bury(Reason::Permanent),
+            // What no message is to blame for never comes here.
+            Failure::Permanent(_) | Failure::Store(_) | Failure::Away(_) => Verdict::Bury(Reason::Permanent),
+            Failure::At { failure, .. } => self.verdict(failure, failed, last_delivery),
             Failure::Retry(_) if failed >= self.max_attempts => Verdict::Bury(Reason::AttemptsExhausted),
             Failure::Retry(_) if last_delivery => Verdict::Bury(Reason::LastDelivery),
             Failure::Retry(_) => Verdict::Again(self.delay(failed)),

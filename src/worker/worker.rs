@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::given_up::{self, GivenUp, ToDo};
 use super::held::Held;
-use super::outage::Outage;
+use super::outage::Outages;
 use super::parked::Parked;
 use super::retention;
 use super::waiting::Waiting;
@@ -96,7 +96,7 @@ pub struct Worker {
     held: Held,
     parked: Parked,
     writer: Writer,
-    outage: Outage,
+    outages: Outages,
     /// Makes the running job stop at the next message. Cancelled when the drain begins.
     hurry: CancellationToken,
     /// Ends the running job at once, undone. Cancelled at the drain's deadline.
@@ -150,7 +150,7 @@ impl Worker {
             held: Held::default(),
             parked: Parked::default(),
             writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
-            outage: Outage::default(),
+            outages: Outages::default(),
             hurry: CancellationToken::new(),
             cut: CancellationToken::new(),
             tick: ticks(TICK_MAX),
@@ -208,9 +208,9 @@ impl Worker {
         }
     }
 
-    /// How much may be requested from the server: nothing while the database is away.
+    /// How much may be requested from the server: nothing while the database or the handler cannot work.
     fn room(&self) -> Room {
-        if self.outage.retry_at().is_some() {
+        if self.outages.retry_at().is_some() {
             return Room { messages: 0, bytes: 0 };
         }
         let batch = &self.config.batch;
@@ -236,7 +236,7 @@ impl Worker {
     /// Hands the next batch, or a step of upkeep, to its own task if the writer is free.
     fn start_job(&mut self) {
         let now = Instant::now();
-        if self.outage.retry_at().is_some_and(|at| at > now) || self.cut.is_cancelled() {
+        if self.outages.retry_at().is_some_and(|at| at > now) || self.cut.is_cancelled() {
             return;
         }
         let Some(mut inbox) = self.writer.take() else { return };
@@ -269,25 +269,29 @@ impl Worker {
     async fn finish_job(&mut self, done: Done) -> Result<(), WorkerError> {
         let Done { mut inbox, work } = done;
         self.telemetry.sizes(inbox.store().sizes());
+        let away = inbox.away.take();
         self.writer = Writer::Free(inbox);
         match work {
             Work::Batch { batch, took, result: Ok(outcomes) } => {
-                self.outage.end(&self.telemetry);
+                self.outages.database_works(&self.telemetry);
+                self.outages.handler(away, &self.telemetry);
                 self.settle(batch, outcomes, took).await;
             }
             Work::Batch { batch, result: Err(error), .. } => {
                 // None of it is known to be durable. The batch stays held and goes first when the database is back.
                 self.waiting.put_back(batch);
-                self.outage.begin(error, &self.telemetry).map_err(WorkerError::Corrupt)?;
+                self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)?;
             }
             Work::Upkeep(Ok((pruned, counts))) => {
-                self.outage.end(&self.telemetry);
+                self.outages.database_works(&self.telemetry);
                 self.telemetry.pruned(pruned);
                 self.telemetry.counted(counts);
                 let more = pruned == u64::from(PRUNE_STEP);
                 self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
-            Work::Upkeep(Err(error)) => self.outage.begin(error, &self.telemetry).map_err(WorkerError::Corrupt)?,
+            Work::Upkeep(Err(error)) => {
+                self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)?
+            }
         }
         Ok(())
     }

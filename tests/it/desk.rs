@@ -12,8 +12,7 @@ use async_trait::async_trait;
 use base64::Engine;
 use clap::Parser;
 use order_processor::config::Config;
-use order_processor::handler::{Failure, Handler};
-use order_processor::model::delivery::Delivery;
+use order_processor::handler::{Failure, Handler, Order};
 use order_processor::ops::dead_letters::{self, DeadLettersCommand, DeadLettersError};
 use order_processor::store::sqlite::lock::Lock;
 use order_processor::store::{Store, Tx};
@@ -270,10 +269,10 @@ struct Clerk {
 
 #[async_trait]
 impl Handler for Clerk {
-    async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
-        for delivery in deliveries {
+    async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
+        for Order { delivery, .. } in orders {
             let payload = String::from_utf8_lossy(&delivery.raw.payload);
-            tx.record_orders(&[delivery]).await?;
+            tx.record_orders(&[*delivery]).await?;
             if !self.mended.load(Ordering::SeqCst) {
                 match payload.split(' ').next() {
                     Some("bad") => return Err(Failure::Permanent(format!("no such product in {payload:?}"))),

@@ -16,7 +16,7 @@ use async_nats::jetstream::stream;
 use async_trait::async_trait;
 use futures_util::StreamExt;
 use order_processor::config::Config;
-use order_processor::handler::{Failure, Handler};
+use order_processor::handler::{Failure, Handler, Order};
 use order_processor::model::delivery::Delivery;
 use order_processor::store::{self, Store, Tx};
 use order_processor::telemetry::Telemetry;
@@ -598,8 +598,8 @@ struct Seen {
 
 #[async_trait]
 impl Handler for Clerk {
-    async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
-        let slice: Vec<Seen> = deliveries.iter().map(|delivery| Seen::of(delivery)).collect();
+    async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
+        let slice: Vec<Seen> = orders.iter().map(|order| Seen::of(order.delivery)).collect();
         self.runs.lock().unwrap().push(Run { began: Instant::now(), slice: slice.clone() });
         for seen in &slice {
             execute(tx, "INSERT INTO effects (id, payload) VALUES (?1, ?2)", seen).await?;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use order_processor::config::OnConflict;
-use order_processor::handler::{Failure, Handler};
+use order_processor::handler::{Failure, Handler, Order};
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
 use order_processor::model::label::Label;
@@ -686,10 +686,11 @@ impl Clerk {
 
 #[async_trait]
 impl Handler for Clerk {
-    async fn apply(&self, tx: &mut Tx<'_>, deliveries: &[&Delivery]) -> Result<(), Failure> {
-        let (stop, runs) = self.next(deliveries);
+    async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
+        let deliveries: Vec<&Delivery> = orders.iter().map(|order| order.delivery).collect();
+        let (stop, runs) = self.next(&deliveries);
         // The effect first, so that there is something to undo.
-        tx.record_orders(deliveries).await?;
+        tx.record_orders(&deliveries).await?;
         match stop {
             Some(Stop::Killed) => {
                 self.in_the_middle.notify_one();

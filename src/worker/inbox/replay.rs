@@ -1,7 +1,9 @@
 //! One dead letter in one transaction: claim the id, apply the effect, take the letter away.
 
-use super::{guarded, now_ns};
-use crate::handler::{Failure, Handler};
+use std::sync::Arc;
+
+use super::{caught, guarded, now_ns};
+use crate::handler::{Answer, Failure, Handler, Order};
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Closing};
 use crate::model::text::chain;
@@ -45,7 +47,10 @@ pub async fn replay(
     (id, digest): (&str, Digest),
     wish: &Replay,
 ) -> Result<Replayed, Error> {
-    let replayed = replay_in_transaction(store, handler, (id, digest), wish).await;
+    let replayed = match call(store, handler, (id, digest), wish).await {
+        Ok(answer) => replay_in_transaction(store, handler, (id, digest), answer.as_ref(), wish).await,
+        Err(failure) => Err(failure),
+    };
     // Lets go of the write lock, which the daemon may be waiting for, also after a dry run.
     store.abandon().await;
     let failure = match replayed {
@@ -61,10 +66,37 @@ pub async fn replay(
     Ok(Replayed::Failed(failure))
 }
 
+/// Calls for the letter before the transaction, as the daemon does for a message; `None` if no call is needed.
+async fn call(
+    store: &mut Store,
+    handler: &dyn Handler,
+    (id, digest): (&str, Digest),
+    wish: &Replay,
+) -> Result<Option<Answer>, Failure> {
+    if handler.concurrency() == 0 || wish.dry_run {
+        return Ok(None);
+    }
+    let mut tx = store.begin().await?;
+    let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(None) };
+    let mut delivery = letter.delivery();
+    let mut known = tx.known(&[&delivery]).await?.pop();
+    if wish.as_new && is_conflict(known, digest) {
+        delivery.id = own_id(id, digest);
+        known = tx.known(&[&delivery]).await?.pop();
+    }
+    // No transaction is open during a call, and the letter is still there.
+    store.abandon().await;
+    match known {
+        Some(Claim::New) | None => caught(handler.call(&delivery)).await.map(Some),
+        Some(Claim::Processed(_) | Claim::Dead) => Ok(None),
+    }
+}
+
 async fn replay_in_transaction(
     store: &mut Store,
     handler: &dyn Handler,
     (id, digest): (&str, Digest),
+    answer: Option<&Answer>,
     wish: &Replay,
 ) -> Result<Replayed, Failure> {
     let now_ns = now_ns();
@@ -73,14 +105,13 @@ async fn replay_in_transaction(
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(Replayed::Gone) };
     let mut delivery = letter.delivery();
     let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();
-    if wish.as_new && matches!(claim, Some(Claim::Processed(known)) if known != digest) {
-        // The same id each time, so that a second replay of the message finds the first one.
-        delivery.id = format!("{id}@{digest}").into();
+    if wish.as_new && is_conflict(claim, digest) {
+        delivery.id = own_id(id, digest);
         claim = tx.claim(&[&delivery], now_ns).await?.pop();
     }
     let replayed = match claim {
         Some(Claim::New) | None => {
-            guarded(handler, &mut tx, &[&delivery]).await?;
+            guarded(handler, &mut tx, &[Order { delivery: &delivery, answer }]).await?;
             Replayed::Applied(delivery.id.to_string())
         }
         Some(Claim::Processed(known)) if known != digest => return Ok(Replayed::Conflict),
@@ -97,4 +128,13 @@ async fn replay_in_transaction(
         tx.commit().await?;
     }
     Ok(replayed)
+}
+
+fn is_conflict(claim: Option<Claim>, digest: Digest) -> bool {
+    matches!(claim, Some(Claim::Processed(known)) if known != digest)
+}
+
+/// The id of a letter whose id belongs to another order. The same each time, so that a second replay finds the first one.
+fn own_id(id: &str, digest: Digest) -> Arc<str> {
+    format!("{id}@{digest}").into()
 }
