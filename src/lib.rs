@@ -29,13 +29,13 @@
 //!
 //! # Invariants, and the tests that prove them (`tests/it`)
 //!
-//! - A message is acknowledged only after the commit: `handlers::while_the_database_is_locked_nothing_is_*`,
-//!   `surroundings::nothing_is_acknowledged_*`.
-//! - An order is applied once, whenever the process is killed: `kills::killed_at_thirty_random_moments_*`, `torture::*`.
+//! - A message is acknowledged only after the commit: `handlers::a_locked_database_*`,
+//!   `disks::nothing_is_acknowledged_*`.
+//! - An order is applied once, whenever the process is killed: `crashes::a_worker_killed_at_thirty_random_moments_*`, `torture::*`.
 //! - One bad order does not affect the other orders: `handlers::*`.
 //! - A held delivery is never run twice, and slow work causes no redelivery: `handlers::a_handler_slower_than_ack_wait_*`.
-//! - A sequence does not identify a message: `kills::stream_recreated_*`.
-//! - A fault of the database or of the server counts no attempt: `handlers::while_the_database_is_locked_nothing_is_*`.
+//! - A sequence does not identify a message: `gone::a_stream_recreated_*`.
+//! - A fault of the database or of the server counts no attempt: `handlers::a_locked_database_*`.
 //!
 //! # What is absent on purpose
 //!

@@ -39,7 +39,7 @@ async fn consumers(broker: &Broker) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn each_message_that_is_neither_processed_nor_a_dead_letter_is_reported_and_nothing_is_changed() {
+async fn each_missing_message_is_reported_and_nothing_is_changed() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
     for number in 1..=10 {
@@ -77,7 +77,7 @@ async fn each_message_that_is_neither_processed_nor_a_dead_letter_is_reported_an
 }
 
 #[tokio::test]
-async fn dead_letters_that_an_operator_has_dealt_with_are_not_missing() {
+async fn dead_letters_that_an_operator_has_closed_are_not_missing() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
     broker.publish("no JSON").await;
@@ -144,7 +144,7 @@ async fn what_is_missing_is_repaired_through_the_handler_and_only_once() {
 
 /// An operator's shell lacks what the daemon's unit sets: every order has another id there.
 #[tokio::test]
-async fn what_was_processed_under_another_id_is_not_applied_again_and_said_to_be_so() {
+async fn what_was_processed_under_another_id_is_named_and_not_applied_again() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
     for number in 1..=4 {
@@ -207,7 +207,7 @@ async fn what_the_consumer_is_not_for_is_not_missing() {
 }
 
 #[tokio::test]
-async fn what_the_stream_has_dropped_and_a_former_stream_are_said_to_be_beyond_checking() {
+async fn dropped_messages_and_a_former_stream_are_beyond_checking() {
     let (_server, broker, spec) = processed(6).await;
     let stream = broker.jetstream.get_stream(STREAM).await.unwrap();
     stream.purge().sequence(5).await.unwrap();
@@ -279,7 +279,7 @@ async fn messages_that_no_client_can_parse_do_not_stop_it() {
 }
 
 #[tokio::test]
-async fn cut_connections_and_a_restart_of_the_server_do_not_make_it_miss_anything() {
+async fn cut_connections_and_a_server_restart_make_it_miss_nothing() {
     const ORDERS: u64 = 10_000;
     let (mut server, broker, spec) = processed(ORDERS).await;
     spec.db().execute("DELETE FROM processed_ids WHERE stream_seq IN (1, 5000, 10000)").await;
@@ -474,7 +474,7 @@ async fn a_daemon_that_starts_during_a_repair_waits_for_its_end() {
 }
 
 #[tokio::test]
-async fn a_stream_created_anew_during_a_repair_ends_it_and_none_of_its_orders_gets_an_id_of_the_former() {
+async fn a_stream_recreated_during_a_repair_ends_it_and_keeps_ids_apart() {
     const ORDERS: u64 = 300;
     for (one_by_one, anew) in [(true, true), (false, true), (true, false)] {
         let (_server, broker, spec) = match one_by_one {
@@ -503,7 +503,7 @@ async fn a_stream_created_anew_during_a_repair_ends_it_and_none_of_its_orders_ge
 }
 
 #[tokio::test]
-async fn a_stream_that_goes_while_it_is_read_is_not_taken_for_one_that_has_nothing_more() {
+async fn a_stream_deleted_while_it_is_read_is_not_taken_for_its_end() {
     for anew in [false, true] {
         let (server, broker, spec) = processed_one_by_one(300).await;
         let proxy = FaultProxy::start(server.address()).await;

@@ -14,7 +14,7 @@ fn memory_peak(worker: &Daemon) -> u64 {
 }
 
 #[tokio::test]
-async fn memory_is_bounded_by_the_bytes_of_a_batch_however_large_and_many_the_messages_are() {
+async fn memory_is_bounded_by_the_bytes_of_a_batch() {
     const MIB: usize = 1024 * 1024;
     const MESSAGES: u64 = 200;
     let (server, broker) = Broker::story().await;

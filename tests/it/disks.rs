@@ -1,5 +1,5 @@
 //! What can happen to the database file while the daemon runs. Nothing is acknowledged, nothing held is lost, no attempt is
-//! spent, the cause is shown, and work goes on by itself when the fault is over.
+//! spent, the cause is shown, and the work resumes by itself when the fault is over.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -242,28 +242,6 @@ async fn on_a_full_disk_a_pause_is_on_or_it_says_that_it_is_not() {
     worker.drain().await;
 }
 
-#[tokio::test]
-async fn sigterm_while_the_disk_is_full_ends_it_and_the_next_one_finishes() {
-    let Some(disk) = SmallDisk::mount() else { return };
-    let (server, broker) = Broker::with(impatient_consumer_config()).await;
-    let spec = disk.spec(server.url()).set("shutdown.timeout", "1h");
-    let mut worker = disk.start(&spec);
-    worker.ready().await;
-    broker.publish_numbered(1..=20).await;
-    broker.acknowledged(20).await;
-    disk.fill();
-    publish_large(&broker, 100).await;
-    worker.not_ready("database or disk is full").await;
-    worker.drain().await;
-
-    disk.free();
-    let mut worker = disk.start(&spec);
-    broker.acknowledged(120).await;
-    worker.drain().await;
-    disk.copy_database(&spec);
-    spec.db().applied_once(120).await;
-}
-
 /// The same without any mount, and what no mount can make: writes that fail on a disk that seemed well.
 #[tokio::test]
 async fn writes_that_fail_hold_up_and_cost_nothing() {
@@ -292,7 +270,29 @@ async fn writes_that_fail_hold_up_and_cost_nothing() {
 }
 
 #[tokio::test]
-async fn a_database_that_somebody_locks_for_long_holds_up_and_costs_nothing() {
+async fn sigterm_while_the_disk_is_full_ends_it_and_the_next_one_finishes() {
+    let Some(disk) = SmallDisk::mount() else { return };
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = disk.spec(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = disk.start(&spec);
+    worker.ready().await;
+    broker.publish_numbered(1..=20).await;
+    broker.acknowledged(20).await;
+    disk.fill();
+    publish_large(&broker, 100).await;
+    worker.not_ready("database or disk is full").await;
+    worker.drain().await;
+
+    disk.free();
+    let mut worker = disk.start(&spec);
+    broker.acknowledged(120).await;
+    worker.drain().await;
+    disk.copy_database(&spec);
+    spec.db().applied_once(120).await;
+}
+
+#[tokio::test]
+async fn a_locked_database_holds_up_and_costs_nothing() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
     let mut worker = spec.start();
@@ -310,7 +310,7 @@ async fn a_database_that_somebody_locks_for_long_holds_up_and_costs_nothing() {
 }
 
 #[tokio::test]
-async fn a_reader_that_stays_makes_the_wal_grow_and_is_told_of_and_when_it_ends_the_wal_shrinks() {
+async fn a_reader_that_stays_makes_the_wal_grow_until_it_ends() {
     const ORDERS: usize = 20_000;
     const LIMIT: f64 = 64.0 * 1024.0 * 1024.0;
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
@@ -343,7 +343,7 @@ async fn a_reader_that_stays_makes_the_wal_grow_and_is_told_of_and_when_it_ends_
 }
 
 #[tokio::test]
-async fn a_database_that_is_deleted_or_replaced_stops_the_acknowledging_and_is_not_made_anew() {
+async fn a_deleted_or_replaced_database_is_not_recreated() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
     let mut worker = spec.start();
@@ -428,4 +428,80 @@ async fn an_export_or_a_backup_that_the_disk_has_no_room_for_leaves_nothing() {
         let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         assert!(!names.iter().any(|name| name.starts_with("answer")), "{command:?}: {names:?}");
     }
+}
+
+#[tokio::test]
+async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_until_it_is_back() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+
+    let elsewhere = spec.database().with_extension("elsewhere");
+    std::fs::rename(spec.database(), &elsewhere).unwrap();
+    broker.publish_numbered(6..=10).await;
+    worker.not_ready("database").await;
+    worker.logged(&["the file was moved, removed or replaced"]).await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 5, "nothing of it would be there tomorrow");
+
+    std::fs::rename(&elsewhere, spec.database()).unwrap();
+    broker.acknowledged(10).await;
+    worker.ready().await;
+    spec.db().applied_once(10).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_busy_database_holds_up_and_costs_nothing() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let writer = spec.db().lock().await;
+
+    broker.publish_numbered(1..=50).await;
+    worker.not_ready("database").await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
+    let errors = worker.metrics().await.get("db_errors_total{class=\"busy\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+    eventually("the age of the oldest order is shown", PATIENCE, async || {
+        let age = worker.metrics().await.get("oldest_pending_seconds");
+        if age > Some(0.0) { Ok(()) } else { Err(age) }
+    })
+    .await;
+
+    writer.close().await.unwrap();
+    broker.acknowledged(50).await;
+    worker.ready().await;
+    worker.metric("oldest_pending_seconds", 0.0).await;
+    spec.db().applied_once(50).await;
+    assert_eq!(spec.db().count("attempts").await, 0);
+    worker.drain().await;
+}
+
+/// The disk refuses to make anything durable, as long as the tracer lives.
+#[tokio::test]
+async fn nothing_is_acknowledged_when_the_commit_fails() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    let faults = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"];
+    let Some(tracer) = worker.trace(&faults).await else {
+        return eprintln!("strace is not installed: no fsync fails in this test");
+    };
+    broker.publish_numbered(1..=20).await;
+    worker.not_ready("database: committing").await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
+    let errors = worker.metrics().await.get("db_errors_total{class=\"io\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+
+    tracer.detach().await;
+    broker.acknowledged(20).await;
+    worker.ready().await;
+    spec.db().applied_once(20).await;
+    assert_eq!(spec.db().count("attempts").await, 0);
+    worker.drain().await;
 }

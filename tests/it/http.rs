@@ -248,3 +248,41 @@ async fn readiness_is_gone_and_metrics_stay_while_the_server_is_away() {
     worker.metric("nats_reconnects_total", 1.0).await;
     worker.drain().await;
 }
+
+#[tokio::test]
+async fn over_http_nothing_can_be_changed() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:9").unset("http.listen");
+    let listens = spec.run_ok(&["config", "--json"]).await.json();
+    let listens = listens.as_array().unwrap().iter().find(|row| row["key"] == "http.listen").unwrap()["value"].clone();
+    assert_eq!(listens, "127.0.0.1:9464", "the loopback, unless somebody decides otherwise");
+
+    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+    let mut worker = spec.start();
+    eventually("it serves", PATIENCE, async || worker.try_get("/livez").await).await;
+    for method in ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "NONSENSE"] {
+        for path in ["/metrics", "/livez", "/readyz", "/status"] {
+            let answer = say(&worker.http_address(), &format!("{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await;
+            assert!(answer.starts_with("HTTP/1.1 405 ") || method == "CONNECT", "{method} {path}: {answer}");
+            assert!(!answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
+        }
+    }
+    let long = format!("GET /livez HTTP/1.1\r\nhost: x\r\nx: {}\r\n\r\n", "x".repeat(64 * 1024));
+    assert!(!say(&worker.http_address(), &long).await.starts_with("HTTP/1.1 2"), "a request is bounded");
+    for garbage in ["\0\x01\x02\r\n\r\n", "GET\r\n\r\n", "GET /livez HTTP/9.9\r\n\r\n", "\r\n\r\n\r\n"] {
+        assert!(!say(&worker.http_address(), garbage).await.starts_with("HTTP/1.1 2"), "{garbage:?}");
+    }
+    assert_eq!(worker.get("/livez").await.0, 200);
+    worker.drain().await;
+}
+
+/// Everything that comes back until the connection ends.
+async fn say(address: &str, request: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    // It may be closed before it has read everything.
+    drop(stream.write_all(request.as_bytes()).await);
+    let mut answer = Vec::new();
+    let read = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
+    assert!(read.is_ok(), "the connection is never closed");
+    String::from_utf8_lossy(&answer).into_owned()
+}

@@ -44,7 +44,7 @@ async fn purge_before(broker: &Broker, stream_seq: u64) {
 
 /// Against the store itself, since a stream that is weeks old cannot be made here.
 #[tokio::test]
-async fn ids_go_in_small_steps_when_they_are_old_and_their_messages_are_gone_and_not_before() {
+async fn old_ids_go_in_small_steps_after_their_messages_and_not_before() {
     const DAY_NS: i64 = 24 * 60 * 60 * 1_000_000_000;
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
@@ -111,7 +111,7 @@ async fn a_full_replay_of_a_stream_is_all_duplicates() {
 }
 
 #[tokio::test]
-async fn an_order_that_its_publisher_repeats_within_a_week_is_a_duplicate_though_the_stream_has_forgotten_it() {
+async fn a_repetition_within_a_week_is_a_duplicate_after_its_message_is_gone() {
     let (server, broker) = Broker::story().await;
     let short_memory = stream::Config { duplicate_window: std::time::Duration::from_millis(100), ..stream_config() };
     broker.jetstream.update_stream(short_memory).await.unwrap();
@@ -307,7 +307,7 @@ async fn claim(store: &mut Store, orders: &[(u8, bool)], end: End, rows: &mut Ve
 
 /// A hole in the index would let an order through twice.
 #[tokio::test]
-async fn damage_to_the_index_of_the_ids_stops_the_daemon_and_without_the_index_it_is_made_anew() {
+async fn a_damaged_index_stops_the_daemon_and_a_missing_one_is_rebuilt() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("inbox.on_conflict", "duplicate");
     let mut worker = spec.start();
@@ -357,7 +357,7 @@ async fn fill(connection: &mut SqliteConnection, rows: i64) {
 
 /// The daemon seals with its next transaction.
 #[tokio::test]
-async fn who_only_reads_finds_what_is_not_sealed_yet() {
+async fn readers_find_ids_that_are_not_sealed_yet() {
     let folder = tempfile::tempdir().unwrap();
     let database = folder.path().join("orders.db");
     Store::open(&database).await.unwrap().close().await.unwrap();

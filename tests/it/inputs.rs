@@ -260,7 +260,7 @@ async fn an_empty_payload_and_one_of_a_mebibyte_are_orders_like_any_other() {
 }
 
 #[tokio::test]
-async fn a_message_larger_than_the_byte_limit_of_a_batch_does_not_block_the_rest() {
+async fn a_message_larger_than_a_batch_does_not_block_the_rest() {
     let config = "max_payload: 4MB".to_owned();
     let server = NatsServer::with(ServerSpec { config, ..ServerSpec::default() }).await;
     let broker = Broker::connect(&server).await;
@@ -280,7 +280,7 @@ async fn a_message_larger_than_the_byte_limit_of_a_batch_does_not_block_the_rest
 /// Publishers of other languages can store headers that our client's parser refuses or even panics over. The message must
 /// neither be lost nor stand in the way of the others.
 #[tokio::test]
-async fn messages_that_no_client_can_parse_are_dead_letters_and_harm_no_neighbour() {
+async fn messages_that_no_client_can_parse_are_dead_letters_alone() {
     let (server, broker) = Broker::with(consumer_config()).await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();

@@ -1,29 +1,34 @@
 //! One test binary over the real things: a nats-server of its own for each test, a real SQLite file, the real process.
-//! Each file holds one theme; test names are claims.
+//! Each module holds one subject; test names are claims. tests/README.md maps faults to tests.
 
 // A failed unwrap is a failed test, in helpers as well; seeds come from the environment.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods)]
 
 mod audits;
+mod auth;
+mod backup;
 mod bulk;
-mod consumers;
-mod desk;
+mod crashes;
+mod dead_letters;
 mod disks;
 mod docs;
-mod doors;
+mod edited;
+mod given_up;
+mod gone;
 mod handlers;
 mod http;
 mod ids;
 mod inputs;
-mod kills;
 mod model;
 mod network;
+mod pause;
 mod processes;
+mod reconnect;
 mod seeds;
 mod settings;
+mod startup;
 mod stopping;
 mod story;
 mod support;
-mod surroundings;
+mod terminal;
 mod torture;
-mod views;

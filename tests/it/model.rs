@@ -147,7 +147,7 @@ proptest! {
 }
 
 #[test]
-fn a_conflict_that_comes_twice_in_a_batch_is_one_dead_letter_and_a_duplicate() {
+fn a_conflict_twice_in_a_batch_is_one_dead_letter_and_a_duplicate() {
     for suspects in [false, true] {
         let other = Message { other: true, ..plain(0) };
         play(
@@ -159,7 +159,7 @@ fn a_conflict_that_comes_twice_in_a_batch_is_one_dead_letter_and_a_duplicate() {
 }
 
 #[test]
-fn a_start_that_was_put_off_leaves_no_record_when_its_message_gets_its_outcome_elsewhere() {
+fn a_postponed_start_leaves_no_record_after_an_outcome_elsewhere() {
     let put_off = Step { suspects: true, fault: Fault::DatabaseFails { at_run: 1 }, ..batch(&[plain(0)]) };
     let later = Step { suspects: true, ..batch(&[plain(1)]) };
     play(&[put_off.clone(), batch(&[plain(0)]), later], 3, OnConflict::DeadLetter);

@@ -1,15 +1,15 @@
-//! A server or a network that is there and does not do what it should: frozen, silent, thin.
+//! A server or a network that is there and does not do what it should: frozen, silent, thin, cut, in pieces.
 
 use std::time::{Duration, Instant};
 
-use crate::support::nats::{impatient_consumer_config, restricted_worker};
-use crate::support::{Broker, DaemonSpec, FaultProxy, PATIENCE, eventually};
+use crate::support::nats::{impatient_consumer_config, patient_consumer_config, restricted_worker};
+use crate::support::{Broker, DaemonSpec, FaultProxy, PATIENCE, at_least, equal, eventually};
 
 /// What operators were promised for noticing that nobody answers.
 const NOTICED_WITHIN: Duration = Duration::from_secs(25);
 
 #[tokio::test]
-async fn a_server_that_is_frozen_is_noticed_and_goes_on_where_it_stopped() {
+async fn a_frozen_server_is_noticed_and_loses_nothing() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("batch.max_messages", "16");
     broker.publish_numbered(1..=2_000).await;
@@ -32,7 +32,7 @@ async fn a_server_that_is_frozen_is_noticed_and_goes_on_where_it_stopped() {
 }
 
 #[tokio::test]
-async fn a_half_open_connection_is_noticed_in_time_and_given_up() {
+async fn a_half_open_connection_is_noticed_in_time_and_replaced() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
@@ -55,7 +55,7 @@ async fn a_half_open_connection_is_noticed_in_time_and_given_up() {
 }
 
 #[tokio::test]
-async fn over_a_line_too_thin_for_a_batch_within_ack_wait_all_is_applied_once() {
+async fn a_line_too_thin_for_a_batch_within_ack_wait_doubles_nothing() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
@@ -73,7 +73,7 @@ async fn over_a_line_too_thin_for_a_batch_within_ack_wait_all_is_applied_once() 
 }
 
 #[tokio::test]
-async fn questions_that_the_server_does_not_answer_are_asked_again_until_it_does() {
+async fn unanswered_requests_are_repeated_until_the_server_answers() {
     const EVERYTHING: &str = r#"allow: ["$JS.>"]"#;
     let (mut server, broker) = Broker::with_restricted_worker(EVERYTHING, impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
@@ -95,5 +95,81 @@ async fn questions_that_the_server_does_not_answer_are_asked_again_until_it_does
     broker.acknowledged(10).await;
     worker.ready().await;
     spec.db().applied_once(10).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn cut_connections_lose_nothing_and_deliveries_flow_again() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    broker.publish_numbered(1..=10_000).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "64");
+    let mut worker = spec.start();
+    for cut in 1..=5 {
+        eventually("it gets on", PATIENCE, async || at_least(spec.db().count("orders").await, cut * 1_000)).await;
+        proxy.cut();
+    }
+    broker.acknowledged(10_000).await;
+    spec.db().applied_once(10_000).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn acknowledgements_lost_on_the_way_make_duplicates_and_no_second_effect() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+
+    // Deliveries arrive and are committed; their acknowledgements are stuck, and then gone with the connection.
+    proxy.stall_to_server();
+    broker.publish_numbered(1..=50).await;
+    spec.db().has("orders", 50).await;
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0);
+    proxy.cut();
+    proxy.heal();
+
+    broker.acknowledged(50).await;
+    spec.db().applied_once(50).await;
+    let duplicates = worker.metrics().await.get("outcomes_total{outcome=\"duplicate\"}");
+    assert!(duplicates >= Some(1.0), "duplicates: {duplicates:?}");
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_dead_cable_is_noticed_and_deliveries_flow_again_when_it_lives() {
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+
+    proxy.stall();
+    eventually("not ready over a dead cable", PATIENCE, async || equal(worker.get("/readyz").await.0, 503)).await;
+    broker.publish_numbered(1..=50).await;
+    proxy.heal();
+
+    broker.acknowledged(50).await;
+    spec.db().applied_once(50).await;
+    worker.ready().await;
+    worker.drain().await;
+}
+
+/// The end of a pull then comes after the next pull was sent, and must not be taken for the end of that one.
+#[tokio::test]
+async fn small_batches_do_not_wait_when_replies_arrive_in_pieces() {
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
+    let proxy = FaultProxy::start(server.address()).await;
+    let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+
+    proxy.break_up(32);
+    broker.publish_numbered(1..=150).await;
+
+    // A wait of a second for each would be too long.
+    broker.acknowledged(150).await;
+    spec.db().applied_once(150).await;
     worker.drain().await;
 }

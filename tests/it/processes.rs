@@ -10,7 +10,7 @@ use crate::support::nats::{CONSUMER, STREAM, impatient_consumer_config};
 use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NEVER, PATIENCE, at_least, eventually};
 
 #[tokio::test]
-async fn a_log_that_nobody_reads_holds_up_neither_orders_nor_the_drain_and_its_gap_is_told() {
+async fn an_unread_log_holds_up_neither_orders_nor_the_drain() {
     let (server, broker) = Broker::story().await;
     // Several lines for each order: the pipe is full long before the last one.
     let spec = DaemonSpec::new(server.url()).set("log.level", "trace");
@@ -83,7 +83,7 @@ fn leave_file_descriptors(worker: &Daemon, more: usize) {
 }
 
 #[tokio::test]
-async fn out_of_file_descriptors_it_answers_probes_and_goes_on_when_idle_clients_are_gone() {
+async fn out_of_file_descriptors_it_answers_probes_and_recovers() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url());
@@ -144,7 +144,7 @@ impl Clock {
 }
 
 #[tokio::test]
-async fn a_clock_that_jumps_back_and_forth_loses_doubles_and_forgets_nothing() {
+async fn a_clock_that_jumps_loses_doubles_and_forgets_nothing() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url());
     let Some((mut worker, clock)) = Clock::start(&spec) else { return };
@@ -189,7 +189,7 @@ async fn a_clock_that_jumps_back_and_forth_loses_doubles_and_forgets_nothing() {
 }
 
 #[tokio::test]
-async fn sigterm_without_a_free_file_descriptor_and_with_the_server_cut_off_ends_it() {
+async fn sigterm_without_a_file_descriptor_or_a_server_ends_it() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url()).set("shutdown.timeout", "1h");

@@ -34,7 +34,7 @@ async fn unknown_keys_are_errors_that_name_key_and_source() {
 }
 
 #[tokio::test]
-async fn a_variable_with_one_underscore_too_few_is_an_error_and_those_of_a_deployment_are_none() {
+async fn a_variable_with_one_underscore_too_few_is_an_error() {
     let run = async |name: &str| spec().command(&["config"]).env(name, "3").output().unwrap();
     let finished = run("ORDER_PROCESSOR_BATCH__MAX_MESSAGES").await;
     let said = String::from_utf8(finished.stderr).unwrap();
@@ -153,7 +153,7 @@ async fn bad_flags_are_exit_code_2() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_published_is_exit_code_2_and_one_line_before_anybody_looks_for_a_server() {
+async fn what_cannot_be_published_is_exit_code_2_without_a_server() {
     for (arguments, word) in [
         (["--count=1", "--id-prefix", "a\nb"], "--id-prefix"),
         (["--count=1", "--id-prefix", "a\u{7f}"], "--id-prefix"),

@@ -1,12 +1,14 @@
-//! Stopping with a signal: what is in hand gets done, the rest goes back at once, and every step has a bound.
+//! Stopping with a signal: the batch in hand is finished, the other deliveries are handed back, and every step has a bound.
 
 use std::time::Duration;
 
 use order_processor::worker::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
-use crate::support::nats::{consumer_config, patient_consumer_config, stream_config};
-use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, at_least, equal, eventually};
+use crate::support::nats::{consumer_config, impatient_consumer_config, patient_consumer_config, stream_config};
+use crate::support::{
+    Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, at_least, equal, eventually, free_port,
+};
 
 /// Long enough that no run of this suite gets there: what ends before was not ended by it.
 const NO_DEADLINE: &str = "1h";
@@ -28,7 +30,7 @@ async fn backlog() -> (NatsServer, Broker, DaemonSpec) {
 }
 
 #[tokio::test]
-async fn sigterm_in_the_middle_of_a_backlog_hands_back_the_rest_for_the_next_worker_at_once() {
+async fn sigterm_in_a_backlog_hands_back_the_rest_for_the_next_worker() {
     let (_server, broker, spec) = backlog().await;
     let mut worker = worker_in_the_middle(&spec).await;
     worker.drain().await;
@@ -63,7 +65,7 @@ async fn sigint_drains_like_sigterm() {
 }
 
 #[tokio::test]
-async fn sigterm_over_a_slow_network_hands_back_also_what_was_on_its_way() {
+async fn sigterm_over_a_slow_network_hands_back_what_is_on_its_way() {
     let (server, broker) = Broker::with(patient_consumer_config()).await;
     broker.publish_numbered(1..=1_000).await;
     let proxy = FaultProxy::start(server.address()).await;
@@ -96,13 +98,6 @@ async fn sigterm_on_an_idle_worker_ends_it_and_leaves_one_clean_database_file() 
         .collect();
     assert_eq!(left, ["orders.db"], "the WAL is checkpointed and no lock stays behind");
     assert_eq!(broker.consumer_info().await.num_waiting, 0, "no pull stays behind");
-}
-
-/// Somebody else writes the database, for as long as this connection lives.
-async fn write_lock(spec: &DaemonSpec) -> sqlx::SqliteConnection {
-    let mut writer = spec.db().open_to_write().await;
-    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
-    writer
 }
 
 /// A worker with a commit that will never end by itself: the database counts to infinity for each order.
@@ -150,7 +145,7 @@ async fn second_sigterm_ends_it_at_once_and_loses_nothing() {
 
 /// By a second signal, or by a supervisor whose patience is shorter than the drain.
 #[tokio::test]
-async fn stops_that_are_cut_short_are_no_crashes_of_the_order_in_hand() {
+async fn stops_that_are_cut_short_are_not_crashes_of_the_order() {
     let server = NatsServer::start().await;
     let (broker, spec, mut worker) = stuck_worker(&server, NO_DEADLINE).await;
     worker.kill9();
@@ -158,7 +153,7 @@ async fn stops_that_are_cut_short_are_no_crashes_of_the_order_in_hand() {
     // One order, which comes again soon.
     broker.purge().await;
     broker.delete_consumer().await;
-    broker.create_consumer(short_ack_wait()).await;
+    broker.create_consumer(impatient_consumer_config()).await;
     broker.publish("Order Data 51").await;
     let spec = spec.set("retry.max_attempts", "2");
     for restart in 1..=7 {
@@ -209,7 +204,7 @@ async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
     // What a killed worker held comes again soon.
-    broker.create(stream_config(), short_ack_wait()).await;
+    broker.create(stream_config(), impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url())
         .set("retry.max_attempts", "2")
@@ -226,7 +221,7 @@ async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
             if body.contains("database") { Err(body) } else { Ok(()) }
         })
         .await;
-        let writer = write_lock(&spec).await;
+        let writer = spec.db().lock().await;
         proxy.heal();
         eventually("the worker holds orders", PATIENCE, async || {
             at_least(worker.metrics().await.get("held_deliveries"), Some(1.0))
@@ -249,10 +244,6 @@ async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
     let again = worker.metrics().await.get("redeliveries_total{seen_by=\"server\"}");
     assert!(again >= Some(1.0), "the server has counted the restarts: {again:?}");
     worker.drain().await;
-}
-
-fn short_ack_wait() -> async_nats::jetstream::consumer::pull::Config {
-    async_nats::jetstream::consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() }
 }
 
 #[tokio::test]
@@ -289,7 +280,7 @@ async fn sigterm_while_the_server_is_away_ends_it() {
 
 #[tokio::test]
 async fn sigterm_over_a_dead_cable_ends_within_the_deadline_and_loses_nothing() {
-    let (server, broker) = Broker::with(short_ack_wait()).await;
+    let (server, broker) = Broker::with(impatient_consumer_config()).await;
     broker.publish_numbered(1..=2_000).await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = DaemonSpec::new(proxy.url()).set("batch.max_messages", "16").set("shutdown.timeout", "3s");
@@ -307,12 +298,12 @@ async fn sigterm_over_a_dead_cable_ends_within_the_deadline_and_loses_nothing() 
 }
 
 #[tokio::test]
-async fn a_drain_while_the_database_is_busy_acknowledges_what_is_committed_and_hands_back_the_rest() {
+async fn a_drain_on_a_busy_database_acknowledges_what_is_committed() {
     let (server, broker) = Broker::with(patient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE).set("batch.max_messages", "16");
     let mut worker = spec.start();
     worker.ready().await;
-    let writer = write_lock(&spec).await;
+    let writer = spec.db().lock().await;
     broker.publish_numbered(1..=50).await;
     // More than one batch: some of it has not been started, whatever becomes of the batch in hand.
     eventually("the worker holds orders", PATIENCE, async || {
@@ -361,4 +352,36 @@ async fn sighup_reloads_the_log_level_and_nothing_stops() {
     assert_eq!(worker.exited(), None);
     worker.ready().await;
     worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_ends_the_wait_for_a_server_at_once() {
+    // With this deadline only the signal itself can end the wait within the test's patience.
+    let spec = DaemonSpec::new(format!("nats://127.0.0.1:{}", free_port())).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.not_ready("connect").await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_ends_the_wait_for_a_stream_at_once() {
+    let server = NatsServer::start().await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
+    let mut worker = spec.start();
+    worker.not_ready("stream ORDERS").await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn sigterm_right_after_the_start_is_never_lost() {
+    let (server, _broker) = Broker::story().await;
+    // From before the handlers are installed, when the kernel itself ends the process, to after the first pull.
+    for delay_ms in (0..200).step_by(10) {
+        let spec = DaemonSpec::new(server.url());
+        let mut worker = spec.start();
+        tokio::time::sleep(Duration::from_millis(delay_ms)).await;
+        worker.term();
+        let status = worker.wait_exit(PATIENCE).await;
+        assert!(matches!(status.code(), Some(0) | None), "after {delay_ms} ms: {status}");
+    }
 }

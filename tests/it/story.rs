@@ -122,7 +122,7 @@ async fn teardown_asks_first() {
 }
 
 #[tokio::test]
-async fn what_the_daemon_would_refuse_is_exit_code_2_of_setup_and_a_problem_of_the_status() {
+async fn setup_and_status_refuse_what_the_daemon_would_refuse() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     spec.run_ok(&["run", "--until-idle"]).await;
@@ -160,7 +160,7 @@ async fn publish_without_a_stream_says_what_makes_one() {
 }
 
 #[tokio::test]
-async fn publish_that_is_broken_off_says_how_to_go_on_and_then_every_order_is_there_once() {
+async fn an_interrupted_publish_can_be_continued_without_doubling() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
     let full = stream::Config { max_messages: 3, discard: DiscardPolicy::New, ..stream_config() };
@@ -228,7 +228,7 @@ async fn publish_takes_orders_from_a_file_one_a_line() {
 }
 
 #[tokio::test]
-async fn publish_takes_orders_from_standard_input_and_known_ids_are_no_new_orders() {
+async fn publish_reads_standard_input_and_repeats_no_known_id() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let publish = || {

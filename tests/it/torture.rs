@@ -32,7 +32,7 @@ const AUDIT_EVERY: u32 = 10;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes minutes: make torture"]
-async fn under_random_kills_freezes_and_cuts_nothing_is_lost_and_nothing_applied_twice() {
+async fn under_random_faults_nothing_is_lost_and_nothing_applied_twice() {
     let rounds: u32 = from_environment("ROUNDS").unwrap_or(60);
     let seed: u64 = from_environment("SEED").unwrap_or_else(|| fastrand::u64(..));
     println!("torture: {rounds} rounds, seed {seed}");

@@ -66,6 +66,16 @@ impl DaemonSpec {
         Db::at(self.database())
     }
 
+    /// A file next to the database, such as `orders.db-wal`.
+    pub fn beside(&self, suffix: &str) -> PathBuf {
+        PathBuf::from(format!("{}{suffix}", self.database().display()))
+    }
+
+    /// The settings as variables.
+    pub fn environment(&self) -> Vec<(OsString, OsString)> {
+        self.environment.iter().map(|(name, value)| (name.into(), value.clone())).collect()
+    }
+
     /// Starts `order-processor run`.
     pub fn start(&self) -> Daemon {
         self.start_with(&["run"])
@@ -290,12 +300,15 @@ impl Daemon {
         String::from_utf8_lossy(&std::fs::read(self.log_file.with_extension("out")).expect("it exists")).into_owned()
     }
 
+    /// How many lines of the log have all these words.
+    pub fn lines(&self, words: &[&str]) -> usize {
+        self.log().lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
+    }
+
     /// Waits until the log contains all of these on one line.
     pub async fn logged(&self, words: &[&str]) {
         eventually(&format!("a log line with {words:?}"), PATIENCE, async || {
-            let log = self.log();
-            let found = log.lines().any(|line| words.iter().all(|word| line.contains(word)));
-            if found { Ok(()) } else { Err(log) }
+            if self.lines(words) > 0 { Ok(()) } else { Err(self.log()) }
         })
         .await;
     }

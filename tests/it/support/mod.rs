@@ -4,6 +4,7 @@
 #![allow(dead_code, unused_imports, reason = "a helper that no theme needs at the moment is not worth a warning")]
 
 pub mod daemon;
+pub mod in_process;
 pub mod keys;
 pub mod nats;
 pub mod proxy;

@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_nats::HeaderMap;
 use async_nats::jetstream::{self, consumer, stream};
+use futures_util::StreamExt;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -243,6 +244,22 @@ impl Broker {
     /// What `nats consumer edit` does.
     pub async fn edit_consumer(&self, config: consumer::pull::Config) {
         self.jetstream.update_consumer_on_stream(config, STREAM).await.expect("the consumer can be edited");
+    }
+
+    /// What `nats consumer pause` does.
+    pub async fn pause_consumer(&self, lasting: Duration) {
+        let stream = self.jetstream.get_stream(STREAM).await.expect("the stream exists");
+        let paused = stream.pause_consumer(CONSUMER, (SystemTime::now() + lasting).into()).await;
+        assert!(paused.expect("the consumer can be paused").paused);
+    }
+
+    /// Takes the next message, as another worker would have it.
+    pub async fn take_one(&self) -> jetstream::Message {
+        let consumer: consumer::PullConsumer =
+            self.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.expect("the consumer exists");
+        let mut messages =
+            consumer.batch().max_messages(1).expires(PATIENCE).messages().await.expect("it can be asked");
+        messages.next().await.expect("a message is pending").expect("it can be read")
     }
 
     /// What `nats stream purge` does.

@@ -1,4 +1,4 @@
-//! What operators look at and type: the live status, completions and the manual page.
+//! What operators look at and type in a terminal: the live status, questions, completions and the manual page.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -68,7 +68,7 @@ async fn zsh_and_fish_take_their_completions() {
 }
 
 #[tokio::test]
-async fn the_manual_page_renders_without_a_warning_and_has_every_command_and_section() {
+async fn the_manual_page_has_every_command_and_section() {
     let spec = offline();
     let page = spec.run_ok(&["man"]).await.stdout;
     let sections =
@@ -174,7 +174,7 @@ impl Drop for Tmux {
 }
 
 #[tokio::test]
-async fn the_live_view_stays_over_a_restart_of_the_daemon_and_of_the_server_and_fits_every_size() {
+async fn the_live_view_outlives_daemon_and_server_and_fits_every_size() {
     let (mut server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=5).await;
@@ -202,7 +202,7 @@ async fn the_live_view_stays_over_a_restart_of_the_daemon_and_of_the_server_and_
 }
 
 #[tokio::test]
-async fn ctrl_c_ends_the_live_view_also_while_the_server_does_not_answer() {
+async fn ctrl_c_ends_the_live_view_while_the_server_does_not_answer() {
     let (server, _broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let Some(tmux) = Tmux::start(&spec, &["status", "--watch", "--interval", "200ms"], (80, 24)) else { return };

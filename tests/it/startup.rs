@@ -1,14 +1,16 @@
-//! Bad surroundings: no server, a consumer that must not be worked on, ports and databases that are not for us.
-//! Exit code 2 means that the operator has to mend something: one clear line says what, and nothing was changed.
+//! What a daemon finds at its start: no server, a consumer that must be refused, ports and databases that are not for it.
+//! Exit code 2 means that the operator must correct something: one clear line names it, and nothing was changed.
 
 use std::path::Path;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer;
+use serde_json::Value;
 use sqlx::{Connection, Row};
 
+use crate::support::keys::{mode, set_mode};
 use crate::support::nats::{CONSUMER, consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, Finished, NatsServer, PATIENCE, ServerSpec, eventually, free_port};
+use crate::support::{Broker, DaemonSpec, Finished, NatsServer, ServerSpec};
 
 /// `run` ends with exit code 2 and one line that has all these words.
 async fn refused(spec: &DaemonSpec, words: &[&str]) -> Finished {
@@ -54,38 +56,6 @@ async fn no_server_at_start_is_waited_for() {
 }
 
 #[tokio::test]
-async fn sigterm_ends_the_wait_for_a_server_at_once() {
-    // With this deadline only the signal itself can end the wait within the test's patience.
-    let spec = DaemonSpec::new(format!("nats://127.0.0.1:{}", free_port())).set("shutdown.timeout", "1h");
-    let mut worker = spec.start();
-    worker.not_ready("connect").await;
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn sigterm_ends_the_wait_for_a_stream_at_once() {
-    let server = NatsServer::start().await;
-    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
-    let mut worker = spec.start();
-    worker.not_ready("stream ORDERS").await;
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn sigterm_right_after_the_start_is_never_lost() {
-    let (server, _broker) = Broker::story().await;
-    // From before the handlers are installed, when the kernel itself ends the process, to after the first pull.
-    for delay_ms in (0..200).step_by(10) {
-        let spec = DaemonSpec::new(server.url());
-        let mut worker = spec.start();
-        tokio::time::sleep(Duration::from_millis(delay_ms)).await;
-        worker.term();
-        let status = worker.wait_exit(PATIENCE).await;
-        assert!(matches!(status.code(), Some(0) | None), "after {delay_ms} ms: {status}");
-    }
-}
-
-#[tokio::test]
 async fn a_push_consumer_is_refused() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
@@ -103,7 +73,7 @@ async fn a_push_consumer_is_refused() {
 }
 
 #[tokio::test]
-async fn consumers_that_would_lose_orders_are_refused_with_both_values_and_the_command() {
+async fn consumers_that_would_lose_orders_are_refused_with_the_command() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
     broker.jetstream.create_stream(stream_config()).await.unwrap();
@@ -223,29 +193,6 @@ async fn another_programs_database_is_refused_and_kept() {
 }
 
 #[tokio::test]
-async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_until_it_is_back() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
-
-    let elsewhere = spec.database().with_extension("elsewhere");
-    std::fs::rename(spec.database(), &elsewhere).unwrap();
-    broker.publish_numbered(6..=10).await;
-    worker.not_ready("database").await;
-    worker.logged(&["the file was moved, removed or replaced"]).await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 5, "nothing of it would be there tomorrow");
-
-    std::fs::rename(&elsewhere, spec.database()).unwrap();
-    broker.acknowledged(10).await;
-    worker.ready().await;
-    spec.db().applied_once(10).await;
-    worker.drain().await;
-}
-
-#[tokio::test]
 async fn a_damaged_database_is_refused_and_kept() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
@@ -260,7 +207,7 @@ async fn a_damaged_database_is_refused_and_kept() {
 }
 
 #[tokio::test]
-async fn each_command_says_of_a_damaged_database_that_it_is_and_what_to_do() {
+async fn each_command_names_a_damaged_database_and_what_to_do() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=200).await;
@@ -346,46 +293,13 @@ async fn a_second_daemon_takes_over_when_the_first_one_ends() {
 }
 
 #[tokio::test]
-async fn a_busy_database_holds_up_and_costs_nothing() {
-    let server = NatsServer::start().await;
-    let broker = Broker::connect(&server).await;
-    let short = consumer::pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() };
-    broker.create(stream_config(), short).await;
-    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
-    let mut worker = spec.start();
-    worker.ready().await;
-    let mut writer = spec.db().open_to_write().await;
-    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
-
-    broker.publish_numbered(1..=50).await;
-    worker.not_ready("database").await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
-    let errors = worker.metrics().await.get("db_errors_total{class=\"busy\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-    eventually("the age of the oldest order is shown", PATIENCE, async || {
-        let age = worker.metrics().await.get("oldest_pending_seconds");
-        if age > Some(0.0) { Ok(()) } else { Err(age) }
-    })
-    .await;
-
-    writer.close().await.unwrap();
-    broker.acknowledged(50).await;
-    worker.ready().await;
-    worker.metric("oldest_pending_seconds", 0.0).await;
-    spec.db().applied_once(50).await;
-    assert_eq!(spec.db().count("attempts").await, 0);
-    worker.drain().await;
-}
-
-#[tokio::test]
 async fn a_database_that_is_busy_at_the_start_is_waited_for() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     broker.publish_numbered(1..=5).await;
     // Makes the file, and somebody else then has it before the daemon starts again.
     spec.run_ok(&["run", "--until-idle"]).await;
-    let mut writer = spec.db().open_to_write().await;
-    sqlx::query("BEGIN IMMEDIATE").execute(&mut writer).await.unwrap();
+    let writer = spec.db().lock().await;
     broker.publish_numbered(6..=9).await;
 
     let mut worker = spec.start();
@@ -394,31 +308,6 @@ async fn a_database_that_is_busy_at_the_start_is_waited_for() {
     writer.close().await.unwrap();
     broker.acknowledged(9).await;
     spec.db().applied_once(9).await;
-    worker.drain().await;
-}
-
-/// The disk refuses to make anything durable, as long as the tracer lives.
-#[tokio::test]
-async fn nothing_is_acknowledged_when_the_commit_itself_fails_and_all_is_applied_once_when_it_works_again() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    let faults = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"];
-    let Some(tracer) = worker.trace(&faults).await else {
-        return eprintln!("strace is not installed: no fsync fails in this test");
-    };
-    broker.publish_numbered(1..=20).await;
-    worker.not_ready("database: committing").await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
-    let errors = worker.metrics().await.get("db_errors_total{class=\"io\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-
-    tracer.detach().await;
-    broker.acknowledged(20).await;
-    worker.ready().await;
-    spec.db().applied_once(20).await;
-    assert_eq!(spec.db().count("attempts").await, 0);
     worker.drain().await;
 }
 
@@ -435,41 +324,77 @@ async fn a_server_without_jetstream_is_waited_for() {
 }
 
 #[tokio::test]
-async fn acknowledgements_that_are_not_permitted_are_seen() {
-    let (server, broker) = Broker::with_restricted_worker(r#"allow: ["$JS.API.>"]"#, consumer_config()).await;
+async fn what_the_daemon_creates_is_for_its_owner_alone_whatever_the_umask() {
+    let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    broker.publish("Order Data 1").await;
-    spec.db().has("orders", 1).await;
-
-    worker.not_ready("ermission").await;
-    let errors = worker.metrics().await.get("nats_errors_total{kind=\"permission\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-    worker.drain().await;
+    // The shell's umask is the only way to set one for a child without unsafe code.
+    let program = spec.command(&["run"]);
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", "umask 0; exec \"$0\" run"]).arg(program.get_program()).current_dir(spec.folder()).env_clear();
+    shell.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let child = shell.stderr(std::process::Stdio::null()).spawn().unwrap();
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    for suffix in ["", "-wal", "-shm", ".lock"] {
+        assert_eq!(mode(&spec.beside(suffix)), 0o600, "orders.db{suffix}");
+    }
+    crate::support::signal(child.id(), "TERM");
+    let ended = tokio::task::spawn_blocking(move || {
+        let mut child = child;
+        child.wait().unwrap()
+    })
+    .await
+    .unwrap();
+    assert_eq!(ended.code(), Some(0));
 }
 
 #[tokio::test]
-async fn acknowledgements_that_are_not_permitted_stay_seen_on_a_consumer_that_had_some() {
-    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
-                  publish: {allow: [\"$JS.API.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
-    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
-    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(stream_config(), consumer_config()).await;
-    broker.publish_numbered(1..=3).await;
-    let mut spec = DaemonSpec::new(server.url().replace("//", "//admin:admin@"));
+async fn a_user_who_may_not_read_the_database_gets_one_clear_line() {
+    let (server, _broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let (folder, copies) = (spec.folder().join("db"), spec.folder().join("copies"));
+    let database = folder.join("orders.db");
+    let spec = spec.set("database.url", format!("sqlite://{}", database.display()));
+    for made in [&folder, &copies] {
+        std::fs::create_dir(made).unwrap();
+    }
+    for (path, mode) in [(spec.folder(), 0o755), (&folder, 0o700), (&copies, 0o777)] {
+        set_mode(path, mode);
+    }
     spec.run_ok(&["run", "--until-idle"]).await;
-    broker.acknowledged(3).await;
+    let commands: [&[&str]; 5] =
+        [&["run"], &["dead-letters", "list"], &["audit"], &["backup", "copies/x.db"], &["resume"]];
+    let is_told = async |commands: &[&[&str]], line: &str| {
+        for command in commands {
+            let Some(finished) = spec.run_as_nobody(command).await else { return false };
+            let complaints = finished.complaints();
+            assert!(complaints.len() == 1 && complaints[0].contains(line), "{command:?}: {finished:?}");
+            // Nothing that `resume` asks of its user.
+            assert_eq!(finished.code, Some(if *command == ["resume"] { 1 } else { 2 }), "{command:?}: {finished:?}");
+        }
+        let Some(status) = spec.run_as_nobody(&["status", "--json"]).await else { return false };
+        assert_eq!((status.code, &status.json()["pause"]), (Some(1), &Value::Null), "{status:?}");
+        assert_eq!(status.json()["problems"].as_array().map(Vec::len), Some(1), "{status:?}");
+        assert!(status.json()["problems"][0].as_str().unwrap().contains(line), "{status:?}");
+        let Some(check) = spec.run_as_nobody(&["check"]).await else { return false };
+        assert!(check.code == Some(1) && check.stdout.contains("FAIL  database"), "{check:?}");
+        true
+    };
+    if !is_told(&commands, &format!("cannot enter {} (permission denied); run this as the", folder.display())).await {
+        return;
+    }
+    set_mode(&folder, 0o755);
+    let line = format!("{} cannot be read by this user (permission denied); run this as the", database.display());
+    assert!(is_told(&commands[..4], &line).await);
+    // To read is not enough: SQLite needs to make the WAL's index beside it.
+    set_mode(&database, 0o644);
+    assert!(is_told(&commands[1..4], &line).await);
+    set_mode(&database, 0o600);
 
-    spec.change("nats.url", server.url());
-    broker.publish("Order Data 4").await;
-    let mut worker = spec.start();
-    worker.not_ready("acks: the server denies us a subject").await;
-    // So that it can be told when the daemon has looked at the consumer again.
-    broker.publish("Order Data 5").await;
-    worker.metric("stream_last_seq", 5.0).await;
-    let (status, body) = worker.get("/readyz").await;
-    assert!(status == 503 && body.contains("acks: the server denies us a subject"), "{status} {body}");
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 3);
-    worker.drain().await;
+    // A marker that can be seen is one also for those who may not read it.
+    spec.run_ok(&["pause"]).await;
+    let status = spec.run_as_nobody(&["status", "--json"]).await.unwrap();
+    assert!(status.json()["pause"].is_object(), "{status:?}");
+    let run = spec.run_as_nobody(&["run", "--until-idle"]).await.unwrap();
+    assert!(run.code == Some(2) && run.stderr.contains("paused by a marker that cannot be read"), "{run:?}");
 }

@@ -1,16 +1,15 @@
-//! Locked doors: every way in, wrong keys, keys that are replaced, and the least that a daemon must be allowed.
+//! Authentication and permissions: every way in, wrong keys, keys that are replaced, and the least that a daemon needs.
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use async_nats::ConnectOptions;
-use async_nats::jetstream::{self, consumer};
-use futures_util::StreamExt;
+use async_nats::jetstream::consumer;
 use nkeys::KeyPair as Nkey;
 use tempfile::TempDir;
 
 use crate::support::keys::{Authority, Operator, secret, set_mode};
-use crate::support::nats::{CONSUMER, STREAM, consumer_config, impatient_consumer_config, stream_config};
+use crate::support::nats::{consumer_config, impatient_consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, ServerSpec, eventually};
 
 const ADMIN: &str = "{user: admin, password: admin}";
@@ -326,7 +325,7 @@ async fn a_new_client_certificate_counts_from_the_next_connect_on() {
 }
 
 #[tokio::test]
-async fn credentials_that_expire_under_the_daemon_are_taken_up_once_they_are_renewed() {
+async fn expired_credentials_are_read_again_once_they_are_renewed() {
     let operator = Operator::new();
     let server = server(operator.config()).await;
     let options = ConnectOptions::with_credentials(&operator.user(None)).unwrap();
@@ -391,7 +390,7 @@ async fn files_that_cannot_be_used_are_refused_at_the_start() {
 }
 
 #[tokio::test]
-async fn what_is_advised_on_an_open_secret_of_another_user_leaves_it_readable_for_us() {
+async fn the_advice_on_an_open_secret_leaves_it_readable_for_us() {
     let with_file = DaemonSpec::new("nats://127.0.0.1:9").with_secret("nats.token_file", "a token");
     let with_url = DaemonSpec::new("").unset("nats.url");
     let settings = secret(with_url.folder().join("c.toml"), "[nats]\nurl = \"nats://worker:secret@127.0.0.1:9\"\n");
@@ -538,12 +537,6 @@ async fn each_permission_that_is_missing_is_named() {
     }
 }
 
-/// The next message, as another worker would have it.
-async fn take_one(broker: &Broker) -> jetstream::Message {
-    let consumer: consumer::PullConsumer = broker.jetstream.get_consumer_from_stream(CONSUMER, STREAM).await.unwrap();
-    consumer.fetch().max_messages(1).messages().await.unwrap().next().await.unwrap().unwrap()
-}
-
 /// A user lacks one permission for a command, and the command says which.
 async fn lacking(spec: &DaemonSpec, command: &str, lack: &str) {
     let finished = spec.run(&command.split(' ').collect::<Vec<_>>()).await;
@@ -589,7 +582,7 @@ async fn a_permission_that_a_command_lacks_is_named() {
 
 /// `check` tries what `run` does later, and takes nothing from anybody by it.
 #[tokio::test]
-async fn check_names_a_permission_that_would_be_missed_later_and_changes_nothing() {
+async fn check_names_a_missing_permission_and_changes_nothing() {
     let lacks = [PUBLISH[0], PUBLISH[1], PUBLISH[2], PUBLISH[3], SUBSCRIBE];
     let users_lacking = lacks.iter().enumerate().map(|(n, lack)| {
         let publish: Vec<&str> = PUBLISH.into_iter().filter(|subject| subject != lack).collect();
@@ -601,7 +594,7 @@ async fn check_names_a_permission_that_would_be_missed_later_and_changes_nothing
     let broker = admin(&server).await;
     story(&broker).await;
     broker.publish("Order Data 2").await;
-    let held = take_one(&broker).await;
+    let held = broker.take_one().await;
     let before = broker.consumer_info().await;
     for (n, lack) in lacks.into_iter().enumerate() {
         lacking(&logged_in(&server, &format!("user{n}")), "check", lack).await;
@@ -715,39 +708,56 @@ async fn secrets_are_in_no_output_at_any_log_level() {
 }
 
 #[tokio::test]
-async fn over_http_nothing_can_be_changed() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9").unset("http.listen");
-    let listens = spec.run_ok(&["config", "--json"]).await.json();
-    let listens = listens.as_array().unwrap().iter().find(|row| row["key"] == "http.listen").unwrap()["value"].clone();
-    assert_eq!(listens, "127.0.0.1:9464", "the loopback, unless somebody decides otherwise");
-
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
+async fn a_worker_that_may_not_ask_for_messages_is_not_ready_and_says_why_at_once() {
+    let (server, _broker) = Broker::with_restricted_worker(
+        r#"allow: ["$JS.API.STREAM.INFO.>", "$JS.API.CONSUMER.INFO.>", "$JS.ACK.>"]"#,
+        consumer_config(),
+    )
+    .await;
+    let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
-    eventually("it serves", PATIENCE, async || worker.try_get("/livez").await).await;
-    for method in ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "NONSENSE"] {
-        for path in ["/metrics", "/livez", "/readyz", "/status"] {
-            let answer = say(&worker.http_address(), &format!("{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n")).await;
-            assert!(answer.starts_with("HTTP/1.1 405 ") || method == "CONNECT", "{method} {path}: {answer}");
-            assert!(!answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
-        }
-    }
-    let long = format!("GET /livez HTTP/1.1\r\nhost: x\r\nx: {}\r\n\r\n", "x".repeat(64 * 1024));
-    assert!(!say(&worker.http_address(), &long).await.starts_with("HTTP/1.1 2"), "a request is bounded");
-    for garbage in ["\0\x01\x02\r\n\r\n", "GET\r\n\r\n", "GET /livez HTTP/9.9\r\n\r\n", "\r\n\r\n\r\n"] {
-        assert!(!say(&worker.http_address(), garbage).await.starts_with("HTTP/1.1 2"), "{garbage:?}");
-    }
-    assert_eq!(worker.get("/livez").await.0, 200);
+    worker.not_ready("MSG.NEXT.ORDERS.order-processor").await;
+    let (_, body) = worker.get("/readyz").await;
+    assert!(body.contains("pulls: the server denies us a subject"), "{body}");
     worker.drain().await;
 }
 
-/// Everything that comes back until the connection ends.
-async fn say(address: &str, request: &str) -> String {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-    // It may be closed before it has read everything.
-    drop(stream.write_all(request.as_bytes()).await);
-    let mut answer = Vec::new();
-    let read = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer)).await;
-    assert!(read.is_ok(), "the connection is never closed");
-    String::from_utf8_lossy(&answer).into_owned()
+#[tokio::test]
+async fn acknowledgements_that_are_not_permitted_are_seen() {
+    let (server, broker) = Broker::with_restricted_worker(r#"allow: ["$JS.API.>"]"#, consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    broker.publish("Order Data 1").await;
+    spec.db().has("orders", 1).await;
+
+    worker.not_ready("ermission").await;
+    let errors = worker.metrics().await.get("nats_errors_total{kind=\"permission\"}");
+    assert!(errors >= Some(1.0), "{errors:?}");
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn denied_acknowledgements_stay_visible_on_a_consumer_that_had_some() {
+    let config = "authorization {\n  users: [\n    {user: admin, password: admin}\n    {user: worker, password: worker, permissions: {\n      \
+                  publish: {allow: [\"$JS.API.>\"]}, subscribe: [\"_INBOX.>\"]}}\n  ]\n}\nno_auth_user: worker";
+    let server = NatsServer::with(ServerSpec { config: config.into(), ..ServerSpec::default() }).await;
+    let options = async_nats::ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+    let broker = Broker::connect_with(&server, options).await;
+    broker.create(stream_config(), consumer_config()).await;
+    broker.publish_numbered(1..=3).await;
+    let mut spec = DaemonSpec::new(server.url().replace("//", "//admin:admin@"));
+    spec.run_ok(&["run", "--until-idle"]).await;
+    broker.acknowledged(3).await;
+
+    spec.change("nats.url", server.url());
+    broker.publish("Order Data 4").await;
+    let mut worker = spec.start();
+    worker.not_ready("acks: the server denies us a subject").await;
+    // So that it can be told when the daemon has looked at the consumer again.
+    broker.publish("Order Data 5").await;
+    worker.metric("stream_last_seq", 5.0).await;
+    let (status, body) = worker.get("/readyz").await;
+    assert!(status == 503 && body.contains("acks: the server denies us a subject"), "{status} {body}");
+    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 3);
+    worker.drain().await;
 }
