@@ -183,13 +183,19 @@ pub enum Retention {
     For(Duration),
 }
 
-/// Where the effects are stored.
+/// The database that keeps ids, effects and dead letters.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Database {
-    /// As configured: `sqlite://relative.db` or `sqlite:///absolute.db`, without options.
-    pub url: String,
-    /// The file that `url` names.
-    pub path: PathBuf,
+pub enum Database {
+    /// The file that `sqlite://relative.db` or `sqlite:///absolute.db` names.
+    Sqlite(PathBuf),
+}
+
+impl fmt::Display for Database {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sqlite(path) => path.display().fmt(f),
+        }
+    }
 }
 
 /// Where metrics, health and status are served.

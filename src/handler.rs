@@ -94,6 +94,6 @@ impl Failure {
 
 impl From<sqlx::Error> for Failure {
     fn from(error: sqlx::Error) -> Self {
-        Self::Store(store::Error::new("running a statement of the handler", error))
+        Self::Store(error.into())
     }
 }

@@ -51,21 +51,22 @@
 //!
 //! ```no_run
 //! use async_trait::async_trait;
-//! use order_processor::{Failure, Handler, Order, Tx, sqlx};
+//! use order_processor::{Connection, Failure, Handler, Order, Tx, sqlx};
 //!
 //! struct Totals;
 //!
 //! #[async_trait]
 //! impl Handler for Totals {
 //!     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
-//!         sqlx::query("CREATE TABLE IF NOT EXISTS totals (id TEXT, cents INTEGER)").execute(tx.sqlite()).await?;
+//!         let Connection::Sqlite(connection) = tx.connection();
+//!         sqlx::query("CREATE TABLE IF NOT EXISTS totals (id TEXT, cents INTEGER)").execute(&mut *connection).await?;
 //!         for Order { delivery, .. } in orders {
 //!             let order: serde_json::Value = serde_json::from_slice(&delivery.raw.payload)
 //!                 .map_err(|error| Failure::Permanent(format!("not JSON: {error}")))?;
 //!             sqlx::query("INSERT INTO totals (id, cents) VALUES (?, ?)")
 //!                 .bind(&delivery.id)
 //!                 .bind(order["cents"].as_i64())
-//!                 .execute(tx.sqlite())
+//!                 .execute(&mut *connection)
 //!                 .await?;
 //!         }
 //!         Ok(())
@@ -90,7 +91,7 @@ pub mod worker;
 pub use handler::{Answer, Failure, Handler, Order};
 pub use model::delivery::Delivery;
 pub use ops::cli::main;
-pub use store::Tx;
+pub use store::{Connection, Tx};
 
-/// The version of the database driver that [`Tx::sqlite`] speaks.
+/// The version of the database driver that a [`Connection`] speaks.
 pub use sqlx;

@@ -1,174 +1,402 @@
-//! The seam to the database: what the rest of the program may know of it. Nothing above this module knows a dialect.
+//! The database: all that the other rooms may know of it. No code outside this room depends on an SQL dialect, with one
+//! exception: a handler writes its own statements on a [`Connection`].
 //!
-//! There is one store today, [`sqlite`]. A second one would implement the same functions and pass the same tests.
+//! [`Store`], [`Tx`] and [`Reader`] have one arm for each database. The contract that each arm must fulfil is the suite
+//! `store::*` in `tests/it`.
 
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 pub use error::{Error, ErrorClass, OpenError};
-pub use sqlite::{Store, Tx};
+pub use pause::Pause;
+use sqlx::SqliteConnection;
+pub use types::{Attempts, Claim, Contents, Counts, Direction, Gone, Holder, Presence, Prunable, Rows, Sizes};
 
+use crate::config::Database;
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
-use crate::model::outcome::Reason;
+use crate::model::letter::{Closed, Envelope, Letter, Pile, Which};
+use crate::model::outcome::Outcome;
 
 mod error;
-pub mod sqlite;
+mod pause;
+pub mod sql;
+mod sqlite;
+mod types;
 
-/// What came of claiming the id of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Claim {
-    /// Nobody had it: the message is to be applied.
-    New,
-    /// It was processed, and the message had this digest.
-    Processed(Digest),
-    /// It was not, but this very message, with the same digest, is a dead letter, or was one until an operator dealt with it.
-    Dead,
-}
-
-/// Runs of the handler over one message that did not succeed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Attempts {
-    /// Runs that ended in a failure.
-    pub failed: u32,
-    /// Runs that began and never ended.
-    pub started: u32,
-}
-
-impl Attempts {
-    /// With one run more that has begun.
-    pub fn begun(self) -> Self {
-        Self { started: self.started.saturating_add(1), ..self }
-    }
-
-    /// With one of the begun runs ended.
-    pub fn ended(self) -> Self {
-        Self { started: self.started.saturating_sub(1), ..self }
-    }
-}
-
-/// A message on its way to `dead_letters`.
+/// The database of one daemon, open for writing.
 #[derive(Debug)]
-pub struct DeadLetter<'a> {
-    pub delivery: &'a Delivery,
-    pub reason: Reason,
-    pub error: &'a str,
+pub enum Store {
+    Sqlite(Box<sqlite::Store>),
 }
 
-/// Which ids may go. Times are in nanoseconds since 1970 UTC.
-#[derive(Clone, Copy, Debug)]
-pub struct Prunable {
-    /// Only what was processed before this.
-    pub before_ns: i64,
-    /// And only what the stream no longer holds, if that counts.
-    pub gone: Option<Gone>,
+/// One open transaction. If it is dropped without [`Tx::commit`], nothing of it happened.
+#[derive(Debug)]
+pub enum Tx<'s> {
+    Sqlite(sqlite::Tx<'s>),
 }
 
-/// What a stream no longer holds.
-#[derive(Clone, Copy, Debug)]
-pub struct Gone {
-    pub below_seq: u64,
-    /// What was processed before the stream was created belongs to one that is gone, whatever its sequence.
-    pub stream_created_ns: i64,
+/// A second connection to the database of a daemon that may be running. It cannot write.
+#[derive(Debug)]
+pub enum Reader {
+    Sqlite(sqlite::Reader),
 }
 
-/// Row counts that operators look at.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Counts {
-    pub processed_ids: u64,
-    pub dead_letters: u64,
+/// The connection of a [`Tx`], for the statements of a handler.
+#[derive(Debug)]
+pub enum Connection<'c> {
+    Sqlite(&'c mut SqliteConnection),
 }
 
-/// A file beside the database, such as `orders.db-wal`.
-pub fn beside(database: &Path, suffix: &str) -> PathBuf {
-    let mut name = database.as_os_str().to_owned();
-    name.push(suffix);
-    PathBuf::from(name)
-}
+impl Store {
+    /// Opens or creates the database and updates its schema. Waits for a while if another process has the database.
+    ///
+    /// # Errors
+    /// [`OpenError`]. Nothing is created or changed if the database is not ours to use.
+    pub async fn open(database: &Database) -> Result<Self, OpenError> {
+        match database {
+            Database::Sqlite(path) => Ok(Self::Sqlite(Box::new(sqlite::Store::open(path).await?))),
+        }
+    }
 
-/// Gives a file beside the database to the database's owner, or to the folder's: root may have made it for a daemon that is
-/// another user. Who is not root may not, and need not.
-pub fn give_to_owner(path: &Path, database: &Path) {
-    if let Ok(owner) = std::fs::metadata(database).or_else(|_| std::fs::metadata(folder(path))) {
-        drop(std::os::unix::fs::chown(path, Some(owner.uid()), Some(owner.gid())));
+    /// As [`open`](Self::open), but never creates a database: one that this process has used must not come back empty.
+    ///
+    /// # Errors
+    /// [`OpenError`]. That the database is missing is an error that may pass.
+    pub async fn open_again(database: &Database) -> Result<Self, OpenError> {
+        match database {
+            Database::Sqlite(path) => Ok(Self::Sqlite(Box::new(sqlite::Store::open_again(path).await?))),
+        }
+    }
+
+    /// Opens the database of a daemon that may be running: without its lock, and without creating or updating anything.
+    /// Such a store must never write `attempts`: the daemon remembers whether that table has rows.
+    ///
+    /// # Errors
+    /// [`OpenError`] if there is no database of this version.
+    pub async fn open_beside(database: &Database) -> Result<Self, OpenError> {
+        match database {
+            Database::Sqlite(path) => Ok(Self::Sqlite(Box::new(sqlite::Store::open_beside(path).await?))),
+        }
+    }
+
+    /// Tells a daemon that waits for the database that a repair uses it, which ends by itself.
+    pub fn sign_as_repair(&mut self) {
+        match self {
+            Self::Sqlite(store) => store.sign_as_repair(),
+        }
+    }
+
+    /// Begins the one transaction that a store can have, on a connection that is known to be sound.
+    pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
+        match self {
+            Self::Sqlite(store) => store.begin().await.map(Tx::Sqlite),
+        }
+    }
+
+    /// Must be called if work ended because of `error`. Ends the transaction, so that other writers need not wait until the
+    /// work is tried again.
+    pub async fn give_up(&mut self, error: &Error) {
+        match self {
+            Self::Sqlite(store) => store.give_up(error).await,
+        }
+    }
+
+    /// Ends a transaction that was dropped without a commit.
+    pub async fn abandon(&mut self) {
+        match self {
+            Self::Sqlite(store) => store.abandon().await,
+        }
+    }
+
+    /// Deletes up to `limit` of the oldest ids that are `prunable`, and counts the rows. Returns how many ids were deleted;
+    /// fewer than `limit` means that no other id is prunable. Attempts that were not updated for as long are deleted too.
+    pub async fn upkeep(&mut self, prunable: Prunable, limit: u32) -> Result<(u64, Counts), Error> {
+        match self {
+            Self::Sqlite(store) => Ok((store.prune(prunable, limit).await?, store.counts().await?)),
+        }
+    }
+
+    /// How many ids and dead letters there are. Cheap at any size.
+    pub async fn counts(&mut self) -> Result<Counts, Error> {
+        match self {
+            Self::Sqlite(store) => store.counts().await,
+        }
+    }
+
+    /// The sizes of the database on disk.
+    pub fn sizes(&self) -> Sizes {
+        match self {
+            Self::Sqlite(store) => store.sizes(),
+        }
+    }
+
+    /// Closes the database. All that was committed is then in the database file alone.
+    pub async fn close(self) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(store) => store.close().await,
+        }
+    }
+
+    /// Makes the index of the ids smaller steps, for tests that cannot write 50,000 rows.
+    pub fn seal_after(&mut self, rows: usize) {
+        match self {
+            Self::Sqlite(store) => store.seal_after(rows),
+        }
     }
 }
 
-/// The folder that a file is in.
-pub fn folder(path: &Path) -> &Path {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        Some(_) | None => Path::new("."),
+impl Tx<'_> {
+    /// The connection, for the statements of a handler. [`crate::handler::Handler`] says what is not allowed on it.
+    pub fn connection(&mut self) -> Connection<'_> {
+        match self {
+            Self::Sqlite(tx) => Connection::Sqlite(tx.connection()),
+        }
+    }
+
+    /// What the database knows of each of `deliveries`, in their order. Claims nothing.
+    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.known(deliveries).await,
+        }
+    }
+
+    /// Claims the ids of `deliveries`, which must differ from each other. Returns what came of each claim.
+    pub async fn claim(&mut self, deliveries: &[&Delivery], now_ns: i64) -> Result<Vec<Claim>, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.claim(deliveries, now_ns).await,
+        }
+    }
+
+    /// The runs of the handler on a message so far that did not succeed.
+    pub async fn attempts(&mut self, id: &str) -> Result<Attempts, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.attempts(id).await,
+        }
+    }
+
+    /// Stores the runs of the handler on a message. `error` is the text of the last failure, if there is a new one.
+    pub async fn set_attempts(
+        &mut self,
+        id: &str,
+        attempts: Attempts,
+        error: Option<&str>,
+        now_ns: i64,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.set_attempts(id, attempts, error, now_ns).await,
+        }
+    }
+
+    /// Records final outcomes: writes the dead letters and deletes the attempts. An outcome `DeadLettered` becomes `Duplicate`
+    /// if the same message is a dead letter already, or was one until an operator dealt with it. A `Retry` is not final and
+    /// is left alone.
+    pub async fn record(&mut self, decided: &mut [(&Delivery, &mut Outcome)], now_ns: i64) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.record(decided, now_ns).await,
+        }
+    }
+
+    /// Sets the point that [`Tx::undo`] returns to.
+    pub async fn savepoint(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.savepoint().await,
+        }
+    }
+
+    /// Keeps what was done since the savepoint.
+    pub async fn keep(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.keep().await,
+        }
+    }
+
+    /// Undoes what was done since the savepoint.
+    pub async fn undo(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.undo().await,
+        }
+    }
+
+    /// Makes the transaction durable: returns after its data is on disk.
+    ///
+    /// # Errors
+    /// The outcome is then unknown. Nothing may be acknowledged; the ids decide when the messages are redelivered.
+    pub async fn commit(self) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.commit().await,
+        }
+    }
+
+    /// Removes a dead letter and returns it; `None` if it no longer exists. The caller must [record](Self::record_closed) what
+    /// became of it.
+    pub async fn take_letter(&mut self, id: &str, digest: Digest) -> Result<Option<Letter>, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.take_letter(id, digest).await,
+        }
+    }
+
+    /// Records what an operator did with a dead letter.
+    pub async fn record_closed(&mut self, letter: &Letter, closed: &Closed) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.record_closed(letter, closed).await,
+        }
+    }
+
+    /// Stores the text of the newest failure of a dead letter.
+    pub async fn set_letter_error(&mut self, id: &str, digest: Digest, error: &str) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.set_letter_error(id, digest, error).await,
+        }
     }
 }
 
-/// Whether there is something at `path`. Behind a folder that we may not enter, that cannot be told.
+impl Reader {
+    /// # Errors
+    /// [`OpenError`] if there is no database of this version.
+    pub async fn open(database: &Database) -> Result<Self, OpenError> {
+        match database {
+            Database::Sqlite(path) => sqlite::Reader::open(path).await.map(Self::Sqlite),
+        }
+    }
+
+    /// As [`Tx::known`].
+    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.known(deliveries).await,
+        }
+    }
+
+    /// The id under which each of `deliveries` was processed, if it is not its own id: the same place in the stream, the same
+    /// digest, and not processed before it was published. Reads all of `processed_ids`.
+    pub async fn other_ids(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Option<String>>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.other_ids(deliveries).await,
+        }
+    }
+
+    /// When the oldest of the kept ids was processed.
+    pub async fn oldest_processed_at(&mut self) -> Result<Option<i64>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.oldest_processed_at().await,
+        }
+    }
+
+    /// As [`Store::counts`].
+    pub async fn counts(&mut self) -> Result<Counts, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.counts().await,
+        }
+    }
+
+    /// Up to `limit` dead letters with the rows that they are in, and the rows that are left to read. A page may have fewer
+    /// letters than `limit` although more exist: the end is reached when no rows are left.
+    pub async fn page(
+        &mut self,
+        of: Pile,
+        which: &Which,
+        rows: Rows,
+        direction: Direction,
+        limit: u32,
+    ) -> Result<(Vec<(i64, Envelope)>, Option<Rows>), Error> {
+        match self {
+            Self::Sqlite(reader) => reader.page(of, which, rows, direction, limit).await,
+        }
+    }
+
+    /// The dead letter in a row; `None` if it no longer exists.
+    pub async fn letter(&mut self, of: Pile, row: i64) -> Result<Option<Letter>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.letter(of, row).await,
+        }
+    }
+
+    /// The last row of the open dead letters.
+    pub async fn last_row(&mut self) -> Result<i64, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.last_row().await,
+        }
+    }
+}
+
+/// Checks whether `run` could use the database, without waiting, creating or changing anything.
 ///
 /// # Errors
-/// [`OpenError::unseen`]
-pub fn is_there(path: &Path) -> Result<bool, OpenError> {
-    path.try_exists().map_err(|source| OpenError::unseen(path, source))
-}
-
-/// Sizes of the database on disk, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sizes {
-    pub database: u64,
-    pub wal: u64,
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::collection::vec;
-    use proptest::prelude::*;
-
-    use super::*;
-
-    /// The rows that are left of `rows` (processed at, stream sequence) after one step of pruning a real file.
-    async fn pruned(store: &mut Store, rows: &[(i64, i64)], prunable: Prunable, limit: u32) -> (u64, Vec<(i64, i64)>) {
-        let mut tx = store.begin().await.unwrap();
-        sqlx::query("DELETE FROM processed_ids").execute(tx.sqlite()).await.unwrap();
-        for (at, seq) in rows {
-            sqlx::query("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES (hex(randomblob(8)), ?, x'00', ?)")
-                .bind(seq)
-                .bind(at)
-                .execute(tx.sqlite())
-                .await
-                .unwrap();
-        }
-        tx.commit().await.unwrap();
-        let went = store.prune(prunable, limit).await.unwrap();
-        let mut tx = store.begin().await.unwrap();
-        let left = sqlx::query_as("SELECT processed_at, stream_seq FROM processed_ids ORDER BY row");
-        let left = left.fetch_all(tx.sqlite()).await.unwrap();
-        tx.commit().await.unwrap();
-        let counts = store.counts().await.unwrap();
-        assert_eq!(counts.processed_ids, left.len() as u64, "counted by rowid");
-        (went, left)
+/// As [`Store::open`]. That the database is in use is not an error here: the daemon may be running.
+pub async fn check(database: &Database) -> Result<Presence, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::check(path).await,
     }
+}
 
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(8))]
+/// The process that has the database open for writing, if there is one. Does not wait.
+///
+/// # Errors
+/// [`OpenError`] if the lock cannot be read.
+pub fn holder(database: &Database) -> Result<Option<Holder>, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::lock::held_by(path),
+    }
+}
 
-        #[test]
-        fn pruning_takes_the_oldest_ids_that_may_go_and_stops_at_the_first_that_may_not(
-            // Few values, so that the bounds themselves come up.
-            steps in vec((vec((0..8_i64, 0..8_i64), 0..12), 0..9_i64, 0..9_u64, 0..9_i64, any::<bool>(), 1..14_u32), 12),
-        ) {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            let folder = tempfile::tempdir().unwrap();
-            let mut store = runtime.block_on(Store::open(&folder.path().join("orders.db"))).unwrap();
-            for (rows, before_ns, below_seq, stream_created_ns, auto, limit) in steps {
-                let prunable = Prunable { before_ns, gone: auto.then_some(Gone { below_seq, stream_created_ns }) };
-                let may_go = |(at, seq): &&(i64, i64)| {
-                    let elsewhere = *at < stream_created_ns || seq.unsigned_abs() < below_seq;
-                    *at < before_ns && (!auto || elsewhere)
-                };
-                let going = rows.iter().take_while(may_go).count().min(limit as usize);
-                let (went, left) = runtime.block_on(pruned(&mut store, &rows, prunable, limit));
-                prop_assert_eq!(went, going as u64);
-                prop_assert_eq!(&left[..], &rows[going..]);
-            }
-        }
+/// Records that this process, which has the database, begins to stop. If the stop is cut short, the next process learns that
+/// the run of the handler that was interrupted is not a crash.
+pub fn note_stop(database: &Database) {
+    match database {
+        Database::Sqlite(path) => sqlite::lock::sign_as_stopping(path),
+    }
+}
+
+/// The pause of the daemon that uses the database, if there is one.
+///
+/// # Errors
+/// [`OpenError`] if it cannot be determined whether there is a pause.
+pub fn paused(database: &Database) -> Result<Option<Pause>, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::pause::look(path),
+    }
+}
+
+/// Returns when a pause begins. Looks once a second.
+pub async fn pause_begins(database: &Database) {
+    match database {
+        Database::Sqlite(path) => sqlite::pause::begins(path).await,
+    }
+}
+
+/// Begins a pause, durably. `false` if there is one already.
+///
+/// # Errors
+/// [`OpenError::Marker`]
+pub fn begin_pause(database: &Database, pause: &Pause) -> Result<bool, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::pause::begin(path, pause),
+    }
+}
+
+/// Ends a pause, durably. `false` if there is none.
+///
+/// # Errors
+/// [`OpenError::Marker`]
+pub fn end_pause(database: &Database) -> Result<bool, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::pause::end(path),
+    }
+}
+
+/// Copies the database as it is at this moment into `to`, an empty file, while the daemon works. Checks the copy from its first
+/// page to its last and returns what it contains.
+///
+/// # Errors
+/// [`OpenError`] if there is no database of ours, or the copy cannot be made or is damaged.
+pub async fn backup(database: &Database, to: &Path) -> Result<Contents, OpenError> {
+    match database {
+        Database::Sqlite(path) => sqlite::backup::copy(path, to).await,
+    }
+}
+
+/// The sizes of a database on disk. A file that cannot be read counts as empty.
+pub fn sizes(database: &Database) -> Sizes {
+    match database {
+        Database::Sqlite(path) => sqlite::sizes(path),
     }
 }

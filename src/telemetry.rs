@@ -16,8 +16,7 @@ use crate::model::delivery::Delivery;
 use crate::model::outcome::Outcome;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
-use crate::store::sqlite::pause::Pause;
-use crate::store::{Counts, Sizes};
+use crate::store::{Counts, Pause, Sizes};
 use crate::telemetry::health::Health;
 use crate::telemetry::metrics::{Metrics, SeenBy};
 

@@ -191,7 +191,7 @@ pub fn database(value: &Value) -> Result<Database, String> {
     if path.is_empty() || path.ends_with('/') {
         return Err("names no file".to_owned());
     }
-    Ok(Database { url: url.to_owned(), path: PathBuf::from(path) })
+    Ok(Database::Sqlite(PathBuf::from(path)))
 }
 
 pub fn socket_address(value: &Value) -> Result<SocketAddr, String> {

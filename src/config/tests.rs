@@ -55,7 +55,7 @@ fn the_defaults_are_those_of_the_design() {
         batch: Batch { max_messages: 2000, max_bytes: 8 << 20 },
         retry: Retry { max_attempts: 5, min_delay: secs(1), max_delay: secs(300) },
         inbox: Inbox { on_conflict: OnConflict::DeadLetter, id_pointer: None, retention: Retention::Auto },
-        database: Database { url: "sqlite://order-processor.db".into(), path: "order-processor.db".into() },
+        database: Database::Sqlite("order-processor.db".into()),
         http: Http { listen: ([127, 0, 0, 1], 9464).into() },
         shutdown: Shutdown { timeout: secs(25) },
         log: Log { level: "info".into(), format: LogFormat::Auto },
@@ -142,7 +142,7 @@ fn every_key_can_be_set_from_the_environment() {
     assert_eq!(config.inbox.id_pointer.as_deref(), Some("/a~1b/~0/0"));
     assert_eq!(config.inbox.retention, Retention::For(secs(30 * 86_400)));
     assert_eq!(config.batch.max_bytes, 512 << 10);
-    assert_eq!(config.database.path, Path::new("/var/lib/o.db"));
+    assert_eq!(config.database, Database::Sqlite("/var/lib/o.db".into()));
     assert_eq!(config.http.listen.to_string(), "[::]:0");
     assert_eq!(config.log, Log { level: "info,async_nats=warn".into(), format: LogFormat::Json });
 }

@@ -1,10 +1,11 @@
 //! The built-in handler: it records every order in the table `orders`, as it is.
 
 use async_trait::async_trait;
+use sqlx::{AssertSqlSafe, SqliteConnection};
 
 use crate::handler::{Failure, Handler, Order};
-use crate::model::delivery::Delivery;
-use crate::store::Tx;
+use crate::store::sql::{chunks, values};
+use crate::store::{Connection, Tx};
 
 /// Keeps subject, position, time and payload of each order byte for byte; it neither parses nor judges them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -13,8 +14,27 @@ pub struct Orders;
 #[async_trait]
 impl Handler for Orders {
     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
-        let deliveries: Vec<&Delivery> = orders.iter().map(|order| order.delivery).collect();
-        tx.record_orders(&deliveries).await?;
-        Ok(())
+        match tx.connection() {
+            Connection::Sqlite(connection) => record(connection, orders).await,
+        }
     }
+}
+
+async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Result<(), Failure> {
+    for chunk in chunks(orders) {
+        let sql =
+            values("INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ", 5, chunk.len(), "");
+        let mut statement = sqlx::query(AssertSqlSafe(sql));
+        for Order { delivery, .. } in chunk {
+            let position = delivery.raw.position;
+            statement = statement
+                .bind(delivery.id.clone())
+                .bind(delivery.raw.subject.clone())
+                .bind(i64::try_from(position.stream_seq).unwrap_or(i64::MAX))
+                .bind(position.published_ns)
+                .bind(delivery.raw.payload.as_ref());
+        }
+        statement.execute(&mut *connection).await?;
+    }
+    Ok(())
 }

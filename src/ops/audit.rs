@@ -24,10 +24,7 @@ use crate::model::outcome::Outcome;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::ops::signals;
-use crate::store::ErrorClass;
-use crate::store::sqlite::Lookup;
-use crate::store::sqlite::lock;
-use crate::store::{self, Claim, OpenError, Store};
+use crate::store::{self, Claim, ErrorClass, Holder, OpenError, Reader, Store};
 use crate::worker::inbox::Inbox;
 use crate::worker::retention::pruned_before;
 use crate::worker::retry::RetryPolicy;
@@ -95,7 +92,7 @@ pub async fn run(
     audit(config.clone(), handler, args, out).await.map_err(|error| match error {
         // Nobody can go on from there.
         AuditError::Database { source, .. } if source.class == ErrorClass::Corrupt => {
-            OpenError::database(&config.database.path, source).into()
+            OpenError::database(&config.database, source).into()
         }
         other => other,
     })
@@ -112,7 +109,7 @@ async fn audit(
     signals::listen(stop.clone(), move || hung_up.cancel()).map_err(AuditError::Signals)?;
     keep_quiet_about_the_client();
     // Before anything else, for `--repair` would make a database where there is none.
-    let mut lookup = Lookup::open(&config.database.path).await?;
+    let mut lookup = Reader::open(&config.database).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
     let visit = connection::visit(&config.nats).await?;
@@ -146,11 +143,11 @@ fn keep_quiet_about_the_client() {
 }
 
 async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox, OpenError> {
-    let opened = Store::open(&config.database.path).await.map_err(|error| match error {
-        OpenError::Held { path, holder } if !lock::is_repair(&holder) => OpenError::Held {
-            path,
-            holder: format!("{holder} (if that is the daemon, run `order-processor pause` first)"),
-        },
+    let opened = Store::open(&config.database).await.map_err(|error| match error {
+        OpenError::Held { path, holder } if !holder.is_repair => {
+            let name = format!("{holder} (if that is the daemon, run `order-processor pause` first)");
+            OpenError::Held { path, holder: Holder { name, ..holder } }
+        }
         other => other,
     });
     let mut store = opened?;
@@ -240,7 +237,7 @@ struct Audit {
     config: Arc<Config>,
     source: Source,
     scope: Scope,
-    lookup: Lookup,
+    lookup: Reader,
     /// With `--repair`.
     inbox: Option<Inbox>,
     stop: CancellationToken,

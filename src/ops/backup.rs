@@ -9,10 +9,9 @@ use indicatif::ProgressBar;
 use tokio_util::sync::CancellationToken;
 
 use super::new_file::NewFile;
-use crate::config::Config;
+use crate::config::{Config, Database};
 use crate::ops::signals;
-use crate::store::OpenError;
-use crate::store::sqlite::backup::{self, Contents};
+use crate::store::{self, Contents, OpenError};
 
 const BAR_EVERY: Duration = Duration::from_millis(100);
 
@@ -45,7 +44,7 @@ pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Res
     signals::listen(stop.clone(), || {}).map_err(BackupError::Signals)?;
     // SQLite takes a name like "file:x" for something else.
     let file = std::path::absolute(&args.file).map_err(|source| BackupError::Write(args.file.clone(), source))?;
-    let making = make(&config.database.path, &file, &args.file);
+    let making = make(&config.database, &file, &args.file);
     let Some(made) = stop.run_until_cancelled(making).await else { return Err(BackupError::Stopped) };
     let Contents { orders, processed_ids, dead_letters, last_stream_seq } = made?;
     let last = last_stream_seq.map_or_else(|| "none".to_owned(), |seq| seq.to_string());
@@ -58,17 +57,14 @@ pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Res
 }
 
 /// `named` is what the operator calls the file.
-async fn make(database: &Path, file: &Path, named: &Path) -> Result<Contents, BackupError> {
+async fn make(database: &Database, file: &Path, named: &Path) -> Result<Contents, BackupError> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::AlreadyExists => BackupError::Exists(named.to_owned()),
         _ => BackupError::Write(file.to_owned(), source),
     };
     let new = NewFile::create(file).map_err(failed)?;
     let contents = tokio::select! {
-        copied = async {
-            backup::copy(database, new.partial()).await?;
-            backup::examine(new.partial()).await
-        } => copied?,
+        copied = store::backup(database, new.partial()) => copied?,
         never = show_progress(database, new.partial()) => match never {},
     };
     new.keep().map_err(failed)?;
@@ -76,12 +72,12 @@ async fn make(database: &Path, file: &Path, named: &Path) -> Result<Contents, Ba
 }
 
 /// A bar on a terminal. The size of the original is a bound: free pages are not copied.
-async fn show_progress(database: &Path, copy: &Path) -> std::convert::Infallible {
-    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
-    let bar = if io::stderr().is_terminal() { ProgressBar::new(bytes(database)) } else { ProgressBar::hidden() };
+async fn show_progress(database: &Database, copy: &Path) -> std::convert::Infallible {
+    let bytes = store::sizes(database).database;
+    let bar = if io::stderr().is_terminal() { ProgressBar::new(bytes) } else { ProgressBar::hidden() };
     let mut every = tokio::time::interval(BAR_EVERY);
     loop {
         every.tick().await;
-        bar.set_position(bytes(copy));
+        bar.set_position(std::fs::metadata(copy).map_or(0, |metadata| metadata.len()));
     }
 }

@@ -6,8 +6,7 @@ use crate::config::Config;
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::{connection, consumer, permissions};
 use crate::model::text::chain;
-use crate::store::sqlite::pause;
-use crate::store::{is_there, sqlite};
+use crate::store::{self, Presence};
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,14 +66,12 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
             say(false, "consumer", "not looked at without a connection")?;
         }
     }
-    match sqlite::check(&config.database.path).await {
-        Ok(()) if is_there(&config.database.path).unwrap_or(false) => {
-            say(true, "database", &config.database.path.display().to_string())?
-        }
-        Ok(()) => say(true, "database", &format!("{} will be created", config.database.path.display()))?,
+    match store::check(&config.database).await {
+        Ok(Presence::Exists) => say(true, "database", &config.database.to_string())?,
+        Ok(Presence::WillBeCreated) => say(true, "database", &format!("{} will be created", config.database))?,
         Err(error) => say(false, "database", &chain(&error))?,
     }
-    match pause::look(&config.database.path) {
+    match store::paused(&config.database) {
         Ok(Some(pause)) => say(true, "warning", &format!("paused {pause}; `order-processor resume` ends it"))?,
         Ok(None) => {}
         Err(error) => say(false, "pause", &chain(&error))?,

@@ -274,22 +274,7 @@ fn audit_code(error: &AuditError) -> u8 {
 }
 
 fn open_code(error: &OpenError) -> u8 {
-    match error {
-        OpenError::MissingFolder(_)
-        | OpenError::NotADatabase(_)
-        | OpenError::NotOurs(_)
-        | OpenError::Missing(_)
-        | OpenError::Older(_)
-        | OpenError::Newer { .. }
-        | OpenError::Foreign { .. }
-        | OpenError::Held { .. }
-        | OpenError::Damaged { .. }
-        | OpenError::NoEntry(_)
-        | OpenError::NotReadable(_)
-        | OpenError::NotWritable { .. }
-        | OpenError::Io { .. } => OPERATOR,
-        OpenError::Database { .. } => FAILED,
-    }
+    if error.is_for_operator() { OPERATOR } else { FAILED }
 }
 
 /// One line on stderr, whatever state stderr is in.

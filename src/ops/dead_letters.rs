@@ -22,9 +22,7 @@ use crate::model::time::unix_ns;
 use crate::ops::new_file::NewFile;
 use crate::ops::signals;
 use crate::ops::{confirmed, operator};
-use crate::store::ErrorClass;
-use crate::store::sqlite::letters::{Order, Range, Reader};
-use crate::store::{self, OpenError, Store};
+use crate::store::{self, Direction, ErrorClass, OpenError, Reader, Rows, Store};
 use crate::worker::inbox::replay::{self, Replay, Replayed};
 
 mod text;
@@ -185,17 +183,17 @@ pub async fn run(
     };
     ended.map_err(|error| match error {
         DeadLettersError::Store(source) if source.class == ErrorClass::Corrupt => {
-            OpenError::database(&config.database.path, source).into()
+            OpenError::database(&config.database, source).into()
         }
         other => other,
     })
 }
 
 async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
-    let mut reader = Reader::open(&config.database.path).await?;
+    let mut reader = Reader::open(&config.database).await?;
     let pile = pile(args.closed);
     let limit = args.limit.unwrap_or(if args.json { u32::MAX } else { TABLE_LIMIT }) as usize;
-    let mut letters = Letters::new(pile, args.filters.which(vec![]), Order::NewestFirst);
+    let mut letters = Letters::new(pile, args.filters.which(vec![]), Direction::NewestFirst);
     let (mut listed, mut more) = (0, 0);
     let mut widths = None;
     while let Some(mut page) = letters.next(&mut reader).await? {
@@ -223,13 +221,13 @@ async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(
 }
 
 async fn show(config: &Config, args: ShowArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
-    let mut reader = Reader::open(&config.database.path).await?;
+    let mut reader = Reader::open(&config.database).await?;
     let mut first = true;
     for id in args.ids {
         let mut found = false;
         for pile in [Pile::Open, Pile::Closed] {
             let which = Which { ids: vec![id.clone()], ..Which::default() };
-            let mut letters = Letters::new(pile, which, Order::NewestFirst);
+            let mut letters = Letters::new(pile, which, Direction::NewestFirst);
             while let Some(page) = letters.next(&mut reader).await? {
                 for (row, _) in page {
                     let Some(letter) = reader.letter(pile, row).await? else { continue };
@@ -259,9 +257,9 @@ async fn replay(
     handler: &dyn Handler,
     out: &mut impl Write,
 ) -> Result<bool, DeadLettersError> {
-    let mut reader = Reader::open(&config.database.path).await?;
+    let mut reader = Reader::open(&config.database).await?;
     let mut letters = args.selection.letters(&mut reader).await?;
-    let mut store = Store::open_beside(&config.database.path).await?;
+    let mut store = Store::open_beside(&config.database).await?;
     let wish = Replay { by: operator(), as_new: args.as_new, dry_run: args.dry_run };
     let (mut applied, mut known, mut refused, mut failed) = (0_u64, 0_u64, 0_u64, 0_u64);
     while let Some(page) = letters.next(&mut reader).await? {
@@ -295,7 +293,7 @@ fn count(counter: &mut u64, verdict: &'static str) -> &'static str {
 }
 
 async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
-    let mut reader = Reader::open(&config.database.path).await?;
+    let mut reader = Reader::open(&config.database).await?;
     let mut letters = args.selection.letters(&mut reader).await?;
     // Those that the question is about, and no others that come meanwhile. Keys only: without the payloads there are room and time.
     let mut keys: Vec<(String, Digest)> = Vec::new();
@@ -314,7 +312,7 @@ async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Re
             None => return Err(DeadLettersError::NotConfirmed(keys.len())),
         }
     }
-    let mut store = Store::open_beside(&config.database.path).await?;
+    let mut store = Store::open_beside(&config.database).await?;
     let by = operator();
     let mut discarded = 0;
     for step in keys.chunks(DISCARD_STEP) {
@@ -340,8 +338,8 @@ async fn discard_step(store: &mut Store, keys: &[(String, Digest)], by: &str) ->
 }
 
 async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
-    let mut reader = Reader::open(&config.database.path).await?;
-    let letters = Letters::new(pile(args.closed), args.filters.which(vec![]), Order::OldestFirst);
+    let mut reader = Reader::open(&config.database).await?;
+    let letters = Letters::new(pile(args.closed), args.filters.which(vec![]), Direction::OldestFirst);
     let Some(path) = args.file.filter(|path| path.as_os_str() != "-") else {
         write_all(letters, &mut reader, out).await?;
         return Ok(());
@@ -381,19 +379,19 @@ async fn write_all(mut letters: Letters, reader: &mut Reader, out: &mut impl Wri
 struct Letters {
     pile: Pile,
     which: Which,
-    order: Order,
-    left: Option<Range>,
+    direction: Direction,
+    left: Option<Rows>,
 }
 
 impl Letters {
-    fn new(pile: Pile, which: Which, order: Order) -> Self {
-        Self { pile, which, order, left: Some(Range::ALL) }
+    fn new(pile: Pile, which: Which, direction: Direction) -> Self {
+        Self { pile, which, direction, left: Some(Rows::ALL) }
     }
 
     /// The next page, perhaps an empty one; `None` at the end.
     async fn next(&mut self, reader: &mut Reader) -> Result<Option<Vec<(i64, Envelope)>>, store::Error> {
-        let Some(range) = self.left.take() else { return Ok(None) };
-        let (page, left) = reader.page(self.pile, &self.which, range, self.order, PAGE).await?;
+        let Some(rows) = self.left.take() else { return Ok(None) };
+        let (page, left) = reader.page(self.pile, &self.which, rows, self.direction, PAGE).await?;
         self.left = left;
         Ok(Some(page))
     }
@@ -426,8 +424,8 @@ impl Selection {
     async fn letters(&self, reader: &mut Reader) -> Result<Letters, DeadLettersError> {
         for id in &self.ids {
             let which = Which { ids: vec![id.clone()], ..Which::default() };
-            if reader.page(Pile::Open, &which, Range::ALL, Order::NewestFirst, 1).await?.0.is_empty() {
-                let (closed, _) = reader.page(Pile::Closed, &which, Range::ALL, Order::NewestFirst, 1).await?;
+            if reader.page(Pile::Open, &which, Rows::ALL, Direction::NewestFirst, 1).await?.0.is_empty() {
+                let (closed, _) = reader.page(Pile::Closed, &which, Rows::ALL, Direction::NewestFirst, 1).await?;
                 return Err(match closed.into_iter().find_map(|(_, envelope)| envelope.closed) {
                     Some(closed) => DeadLettersError::ClosedAlready { id: id.clone(), closed },
                     None => DeadLettersError::NoSuchId(id.clone()),
@@ -436,8 +434,8 @@ impl Selection {
         }
         let through = reader.last_row().await?;
         let letters = || Letters {
-            left: Some(Range { through, ..Range::ALL }),
-            ..Letters::new(Pile::Open, self.filters.which(self.ids.clone()), Order::OldestFirst)
+            left: Some(Rows { through, ..Rows::ALL }),
+            ..Letters::new(Pile::Open, self.filters.which(self.ids.clone()), Direction::OldestFirst)
         };
         if !self.ids.is_empty() && letters().have_none(reader).await? {
             return Err(DeadLettersError::NothingMatches);

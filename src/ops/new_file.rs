@@ -8,8 +8,6 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use crate::store::beside;
-
 /// Goes again unless it is kept.
 pub struct NewFile {
     path: PathBuf,
@@ -56,8 +54,6 @@ impl Drop for NewFile {
     fn drop(&mut self) {
         // Already gone if it was kept, and nothing to be done about any other failure.
         drop(std::fs::remove_file(&self.partial));
-        // SQLite's, where it was stopped while it wrote the file.
-        drop(std::fs::remove_file(beside(&self.partial, "-journal")));
     }
 }
 

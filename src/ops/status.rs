@@ -9,13 +9,12 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use super::healthcheck::{self, HealthcheckError};
-use crate::config::Config;
+use crate::config::{Config, Database};
 use crate::jetstream::connection::{self, Visit};
 use crate::jetstream::consumer::{self, Found};
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::model::text::chain;
-use crate::store::sqlite;
-use crate::store::sqlite::pause::{self, Pause};
+use crate::store::{self, Counts, OpenError, Pause, Reader};
 
 mod screen;
 
@@ -110,8 +109,7 @@ pub struct Source<'a> {
 impl Source<'_> {
     pub async fn learn(&mut self) -> Status {
         let config = self.config;
-        let (found, counts, daemon) =
-            tokio::join!(self.server(), sqlite::counts_of(&config.database.path), daemon(config.http.listen));
+        let (found, counts, daemon) = tokio::join!(self.server(), counts(&config.database), daemon(config.http.listen));
         let mut problems = Vec::new();
         let found = found.map_err(|problem| problems.push(problem)).ok();
         if let Some(found) = &found {
@@ -130,7 +128,7 @@ impl Source<'_> {
             problems.push(problem);
             None
         });
-        let pause = pause::look(&config.database.path).unwrap_or_else(|error| {
+        let pause = store::paused(&config.database).unwrap_or_else(|error| {
             let problem = chain(&error);
             // The folder that keeps us from the database keeps us from the marker, too.
             if !problems.contains(&problem) {
@@ -210,8 +208,13 @@ impl Daemon {
     }
 }
 
+async fn counts(database: &Database) -> Result<Counts, OpenError> {
+    let counts = Reader::open(database).await?.counts().await;
+    counts.map_err(|source| OpenError::database(database, source))
+}
+
 impl Status {
-    fn new(config: &Config, found: Option<Found>, counts: Option<crate::store::Counts>, problems: Vec<String>) -> Self {
+    fn new(config: &Config, found: Option<Found>, counts: Option<Counts>, problems: Vec<String>) -> Self {
         let consumer = found.as_ref().map(|found| &found.consumer);
         let stream = found.as_ref().map(|found| &found.stream.state);
         let sequences = |info: &async_nats::jetstream::consumer::SequenceInfo| Sequences {

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::folder;
+use super::Holder;
+use crate::config::Database;
 use crate::model::label::Label;
 
 /// A statement or a commit that did not go through.
@@ -12,11 +13,19 @@ pub struct Error {
     /// What we were doing, for the log.
     pub doing: &'static str,
     pub class: ErrorClass,
-    #[source]
-    pub source: sqlx::Error,
+    /// Of the driver, or a text.
+    source: Box<dyn std::error::Error + Send + Sync>,
 }
 
 impl Error {
+    pub fn new(
+        doing: &'static str,
+        class: ErrorClass,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { doing, class, source: source.into() }
+    }
+
     /// Whether the data of one message may be to blame. If not, no message is judged by it and no attempt is spent.
     pub fn is_about_data(&self) -> bool {
         match self.class {
@@ -70,8 +79,8 @@ pub enum OpenError {
     Missing(PathBuf),
     #[error("{} was written by an older version of order-processor; start the daemon once, which brings it up to date", .0.display())]
     Older(PathBuf),
-    #[error("{} is in use by {holder}; stop that process, or change database.url", path.display())]
-    Held { path: PathBuf, holder: String },
+    #[error("{} is in use by {holder}; stop that process", path.display())]
+    Held { path: PathBuf, holder: Holder },
     #[error(
         "cannot enter {} (permission denied); run this as the daemon's user (`sudo -u USER`), or give this user access",
         .0.display()
@@ -85,6 +94,13 @@ pub enum OpenError {
     NotReadable(PathBuf),
     #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
     NotWritable {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot {doing} {}", path.display())]
+    Marker {
+        doing: &'static str,
         path: PathBuf,
         #[source]
         source: std::io::Error,
@@ -110,16 +126,14 @@ pub enum OpenError {
 }
 
 impl OpenError {
-    /// What it means that nobody can tell whether there is a file at `path`.
-    pub fn unseen(path: &Path, source: std::io::Error) -> Self {
-        match source.kind() {
-            std::io::ErrorKind::PermissionDenied => Self::NoEntry(folder(path).to_owned()),
-            _ => Self::Io { path: path.to_owned(), source },
+    /// What a failed statement means while the database is opened, or for a command that reads it.
+    pub fn database(database: &Database, source: Error) -> Self {
+        match database {
+            Database::Sqlite(path) => Self::sqlite(path, source),
         }
     }
 
-    /// What a failed statement on a database that is being opened means.
-    pub fn database(path: &Path, source: Error) -> Self {
+    pub(super) fn sqlite(path: &Path, source: Error) -> Self {
         let path = path.to_owned();
         match source.class {
             ErrorClass::Corrupt => Self::Damaged { path, source },
@@ -129,6 +143,26 @@ impl OpenError {
             | ErrorClass::ReadOnly
             | ErrorClass::Constraint
             | ErrorClass::Other => Self::Database { path, source },
+        }
+    }
+
+    /// Whether the operator must correct something before another try can succeed.
+    pub fn is_for_operator(&self) -> bool {
+        match self {
+            Self::Database { .. } | Self::Marker { .. } => false,
+            Self::MissingFolder(_)
+            | Self::NotADatabase(_)
+            | Self::NotOurs(_)
+            | Self::Missing(_)
+            | Self::Older(_)
+            | Self::Newer { .. }
+            | Self::Foreign { .. }
+            | Self::Held { .. }
+            | Self::Damaged { .. }
+            | Self::NoEntry(_)
+            | Self::NotReadable(_)
+            | Self::NotWritable { .. }
+            | Self::Io { .. } => true,
         }
     }
 }

@@ -1,53 +1,49 @@
-//! The store on SQLite: SQL and nothing else. One connection writes; a transaction is claimed into, applied in, committed.
+//! The store on SQLite. One connection writes. A transaction claims ids, applies the effects and commits.
 //!
-//! A connection whose transaction did not end in a clean commit is never used again. After SQLITE_FULL, for one, SQLite has
-//! rolled back by itself and the driver does not know (seen with sqlx 0.9.0); a fresh connection knows.
+//! A connection whose transaction did not end in a clean commit is never used again. After SQLITE_FULL, for example, SQLite has
+//! rolled back by itself and the driver does not know it (seen with sqlx 0.9.0). A new connection knows it.
 
-use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::Access;
 use sqlx::migrate::{MigrateError, Migrator};
-use sqlx::sqlite::{
-    SqliteArguments, SqliteConnectOptions, SqliteJournalMode, SqliteQueryResult, SqliteRow, SqliteSynchronous,
-};
-use sqlx::{Arguments, AssertSqlSafe, ConnectOptions, Connection, Row, SqliteConnection};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
+use sqlx::{AssertSqlSafe, Connection, SqliteConnection};
 use tokio::time::Instant;
 
-use self::ids::{Fresh, Ids, Key};
-use self::lock::{Lock, LockError};
-use super::{Attempts, Claim, Counts, DeadLetter, Error, OpenError, Prunable, Sizes, beside, folder, is_there};
-use crate::model::delivery::{Delivery, Headers};
-use crate::model::label::Label;
-use crate::store::ErrorClass;
+use self::ids::Ids;
+use self::lock::Lock;
+use self::open::{acquire, connect, create, identity, missing_file, options, unusable};
+use self::open::{beside, is_there, require_beside, require_folder, require_known_schema, require_sqlite};
+use self::reader::counts;
+use self::sql::{failed, to_i64};
+use super::{Counts, Error, ErrorClass, OpenError, Prunable, Sizes};
+
+pub use self::open::check;
+pub use self::reader::Reader;
+pub use self::tx::Tx;
 
 pub mod backup;
-pub mod ids;
-pub mod letters;
+mod ids;
+mod letters;
 pub mod lock;
+mod open;
 pub mod pause;
+mod reader;
+mod sql;
+mod tx;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 
-/// How long a statement waits for a lock that another program holds, a shell or a backup, before the batch is put off.
-const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a starting process waits for the one before it to let go of the file.
-const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 /// Of a new database. Twice SQLite's default: a backlog fills whole pages, and each costs two writes whatever its size.
 const PAGE_BYTES: u32 = 8192;
 /// The WAL is copied into the database when it has so many pages, and a commit waits for that.
 const CHECKPOINT_PAGES: u32 = 2_000;
 /// A WAL that a long reader has made larger than this is cut back when the reader has gone.
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
-/// How often that is tried, since it waits for readers as long as [`BUSY_TIMEOUT`] says.
+/// How often that is tried, since it waits for readers as long as [`open::BUSY_TIMEOUT`] says.
 const WAL_LIMIT_EVERY: Duration = Duration::from_secs(60);
-/// Rows in one statement at most: a longer one saves little, and its megabytes stay in the driver's cache. SQLite allows 32,766
-/// variables, and [`Tx::record_orders`] binds five a row.
-const ROWS_MAX: usize = 1000;
+const LOOKING_UP: &str = "looking ids up";
 
 /// The database of one daemon: the file, the lock on it and the writing connection.
 #[derive(Debug)]
@@ -71,14 +67,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens or creates the database, waits a while if another process has it, and brings the schema up to date.
-    ///
-    /// # Errors
-    /// [`OpenError`]; nothing is created or changed when the file is not ours to use.
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
         require_folder(path)?;
         require_sqlite(path)?;
-        let lock = acquire(path, LOCK_PATIENCE).await?;
+        let lock = acquire(path).await?;
         let after_stop = lock.comes_after_a_stop();
         if is_there(path)? {
             require_known_schema(path).await?;
@@ -86,38 +78,37 @@ impl Store {
             create(path).map_err(|source| unusable(path, source))?;
         }
         let mut store = Self::open_file(path, Some(lock)).await?;
-        let failed = |source| OpenError::database(path, source);
-        store.migrate().await.map_err(failed)?;
+        let unopened = |source| OpenError::sqlite(path, source);
+        store.migrate().await.map_err(unopened)?;
         if after_stop {
-            store.take_back_start().await.map_err(failed)?;
+            store.take_back_start().await.map_err(unopened)?;
         }
         // Reads the newest ids, and seals what is due, before anybody asks for one.
-        store.begin().await.map_err(failed)?.commit().await.map_err(failed)?;
+        store.begin().await.map_err(unopened)?.commit().await.map_err(unopened)?;
         Ok(store)
     }
 
-    /// The process that had the database was ended while it drained: the run it was in, if it was a recorded one, was the last
-    /// that began, and is no crash.
+    /// The previous process was killed during its shutdown. Its last recorded run was interrupted on purpose, so it does not
+    /// count as a crash.
     async fn take_back_start(&mut self) -> Result<(), Error> {
         let Some(connection) = &mut self.connection else { return Ok(()) };
         let taken_back = sqlx::query(
             "UPDATE attempts SET started = started - 1 \
              WHERE id = (SELECT id FROM attempts WHERE started > 0 ORDER BY updated_at DESC LIMIT 1)",
         );
-        taken_back.execute(connection).await.map_err(|source| Error::new("taking back a start", source))?;
+        taken_back.execute(connection).await.map_err(|source| failed("taking back a start", source))?;
         Ok(())
     }
 
-    /// Opens the database that this process has let go of: as [`open`](Self::open), but never makes a new one. A file that
-    /// is not back yet must not come back empty.
-    ///
-    /// # Errors
-    /// The same; a missing file may pass.
     pub async fn open_again(path: &Path) -> Result<Self, OpenError> {
-        if is_there(path)? { Self::open(path).await } else { Err(OpenError::database(path, missing_file())) }
+        if is_there(path)? { Self::open(path).await } else { Err(OpenError::sqlite(path, missing_file())) }
     }
 
-    /// Tells a daemon that waits for the database that it is in use for a repair, which ends by itself.
+    pub async fn open_beside(path: &Path) -> Result<Self, OpenError> {
+        require_beside(path).await?;
+        Self::open_file(path, None).await
+    }
+
     pub fn sign_as_repair(&mut self) {
         if let Some(lock) = &mut self.lock {
             lock.sign_as_repair();
@@ -133,7 +124,7 @@ impl Store {
             .pragma("wal_autocheckpoint", CHECKPOINT_PAGES.to_string())
             .pragma("journal_size_limit", WAL_LIMIT_BYTES.to_string());
         let connection = connect(&options, "opening the database").await;
-        let connection = connection.map_err(|source| OpenError::database(path, source))?;
+        let connection = connection.map_err(|source| OpenError::sqlite(path, source))?;
         Ok(Self {
             path: path.to_owned(),
             options,
@@ -151,20 +142,19 @@ impl Store {
     async fn migrate(&mut self) -> Result<(), Error> {
         let Some(connection) = &mut self.connection else { return Ok(()) };
         MIGRATIONS.run(&mut *connection).await.map_err(|error| {
-            let source = match error {
-                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => source,
-                other => sqlx::Error::Migrate(Box::new(other)),
-            };
-            Error::new("migrating the database", source)
+            const DOING: &str = "migrating the database";
+            match error {
+                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => failed(DOING, source),
+                other => Error::new(DOING, ErrorClass::Other, other),
+            }
         })?;
         self.any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
             .fetch_one(connection)
             .await
-            .map_err(|source| Error::new("reading the attempts", source))?;
+            .map_err(|source| failed("reading the attempts", source))?;
         Ok(())
     }
 
-    /// Begins the one transaction there can be, on a connection that is known to be sound.
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
         self.abandon().await;
         self.require_same_file()?;
@@ -181,8 +171,6 @@ impl Store {
         Ok(tx)
     }
 
-    /// To be called when work was given up because of `error`: lets go of the file, so that whoever else writes it need not
-    /// wait until the work is tried again.
     pub async fn give_up(&mut self, error: &Error) {
         self.faulted |= error.may_have_written();
         self.abandon().await;
@@ -218,12 +206,11 @@ impl Store {
             let (busy, _, _): (i64, i64, i64) = sqlx::query_as("PRAGMA wal_checkpoint(FULL)")
                 .fetch_one(&mut connection)
                 .await
-                .map_err(|source| Error::new(DOING, source))?;
+                .map_err(|source| failed(DOING, source))?;
             if busy != 0 {
                 // It then wrote a part or nothing, and says so in this row alone.
                 let text = "another program has a transaction open on the database";
-                let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
-                return Err(Error { doing: DOING, class: ErrorClass::Busy, source });
+                return Err(Error::new(DOING, ErrorClass::Busy, text));
             }
             self.faulted = false;
         }
@@ -250,22 +237,15 @@ impl Store {
         }
     }
 
-    /// Seals ids after so many rows instead of [`ids::SEGMENT_ROWS`], for tests that cannot write as many.
     pub fn seal_after(&mut self, rows: usize) {
         self.ids.seal_after(rows);
     }
 
-    /// How many ids and dead letters there are. Cheap at any size.
     pub async fn counts(&mut self) -> Result<Counts, Error> {
         let mut tx = self.begin().await?;
         let counts = counts(tx.connection).await.map_err(|source| tx.fail("counting rows", source))?;
         tx.commit().await?;
         Ok(counts)
-    }
-
-    /// Drops ids as [`prune`](Self::prune) does, and counts the rows anew.
-    pub async fn upkeep(&mut self, prunable: Prunable, limit: u32) -> Result<(u64, Counts), Error> {
-        Ok((self.prune(prunable, limit).await?, self.counts().await?))
     }
 
     /// Drops up to `limit` of the oldest ids, as long as each is `prunable`. Returns how many went; fewer than `limit` means
@@ -306,10 +286,8 @@ impl Store {
         Ok(pruned)
     }
 
-    /// What the database takes on disk; a file that cannot be looked at counts as empty.
     pub fn sizes(&self) -> Sizes {
-        let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
-        Sizes { database: bytes(&self.path), wal: bytes(&beside(&self.path, "-wal")) }
+        sizes(&self.path)
     }
 
     /// Moves the WAL into the database file and closes it. The file alone is then the whole database.
@@ -318,641 +296,77 @@ impl Store {
         let Some(mut connection) = self.connection.take().filter(|_| self.clean) else { return Ok(()) };
         let moved = sqlx::query("PRAGMA wal_checkpoint(TRUNCATE)").execute(&mut connection).await;
         let closed = connection.close().await;
-        moved.map(drop).and(closed).map_err(|source| Error::new(DOING, source))
+        moved.map(drop).and(closed).map_err(|source| failed(DOING, source))
     }
 }
 
-/// Counts read beside a running daemon, through a connection that cannot write.
-///
-/// # Errors
-/// Also when there is no database yet, or none of this version.
-pub async fn counts_of(path: &Path) -> Result<Counts, OpenError> {
-    let mut connection = open_to_read(path).await.map_err(unreadable)?;
-    let counts = counts(&mut connection).await;
-    counts.map_err(|source| unreadable(OpenError::database(path, Error::new("counting rows", source))))
+/// A file that cannot be looked at counts as empty.
+pub fn sizes(path: &Path) -> Sizes {
+    let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
+    Sizes { database: bytes(path), wal: bytes(&beside(path, "-wal")) }
 }
-
-/// Asks what the database knows, beside a running daemon, through a connection that cannot write.
-#[derive(Debug)]
-pub struct Lookup {
-    connection: SqliteConnection,
-    ids: Ids,
-}
-
-impl Lookup {
-    /// # Errors
-    /// [`OpenError`] when there is no database, or none of this version.
-    pub async fn open(path: &Path) -> Result<Self, OpenError> {
-        Ok(Self { connection: open_to_read(path).await?, ids: Ids::reading() })
-    }
-
-    /// As [`Tx::known`].
-    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-        let Self { connection, ids } = self;
-        let data_version = begin(connection, "BEGIN").await?;
-        let known = match ids.refresh(connection, data_version).await {
-            Ok(Fresh::Yes) => known(connection, ids, deliveries).await.map(|(claims, _)| claims),
-            Ok(Fresh::NotYet) => Err(not_indexed()),
-            Err(error) => Err(error),
-        };
-        // It has only read: however this ends, there is nothing to undo.
-        let ended = sqlx::query("ROLLBACK").execute(connection).await;
-        let known = known?;
-        ended.map_err(|source| Error::new(LOOKING_UP, source))?;
-        Ok(known)
-    }
-
-    /// The id under which each of `deliveries` was processed, if that is another than its own: same place in the stream, same
-    /// digest, and not before it was published, which would be a message of a former stream. Reads all of `processed_ids`.
-    pub async fn other_ids(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Option<String>>, Error> {
-        const DOING: &str = "looking for other ids";
-        let Some(oldest) = deliveries.iter().map(|delivery| delivery.raw.position.published_ns).min() else {
-            return Ok(Vec::new());
-        };
-        let seqs: Vec<i64> = deliveries.iter().map(|delivery| to_i64(delivery.raw.position.stream_seq)).collect();
-        let rows = sqlx::query(
-            "SELECT id, stream_seq, digest, processed_at FROM processed_ids \
-             WHERE processed_at >= ?1 AND stream_seq IN (SELECT value FROM json_each(?2)) ORDER BY row",
-        )
-        .bind(oldest)
-        .bind(serde_json::json!(seqs).to_string())
-        .fetch_all(&mut self.connection)
-        .await
-        .map_err(|source| Error::new(DOING, source))?;
-        let mut by_seq: HashMap<i64, Vec<&SqliteRow>> = HashMap::new();
-        for row in &rows {
-            by_seq.entry(row.get("stream_seq")).or_default().push(row);
-        }
-        let other_id = |(delivery, seq): (&&Delivery, &i64)| {
-            let of_it = |row: &&&SqliteRow| {
-                row.get::<&[u8], _>("digest") == delivery.digest.0
-                    && row.get::<i64, _>("processed_at") >= delivery.raw.position.published_ns
-                    && row.get::<&str, _>("id") != &*delivery.id
-            };
-            by_seq.get(seq)?.iter().find(of_it).map(|row| row.get("id"))
-        };
-        Ok(deliveries.iter().zip(&seqs).map(other_id).collect())
-    }
-
-    /// When the oldest of the ids that are kept was processed.
-    pub async fn oldest_processed_at(&mut self) -> Result<Option<i64>, Error> {
-        sqlx::query_scalar("SELECT processed_at FROM processed_ids ORDER BY row LIMIT 1")
-            .fetch_optional(&mut self.connection)
-            .await
-            .map_err(|source| Error::new("looking for the oldest id", source))
-    }
-}
-
-/// Whether the file could be used by `run`, without waiting, creating or changing anything.
-///
-/// # Errors
-/// The same as [`Store::open`]. A file that is in use is no error here: the daemon itself may be running.
-pub async fn check(path: &Path) -> Result<(), OpenError> {
-    require_folder(path)?;
-    require_access(path)?;
-    require_sqlite(path)?;
-    if is_there(path)? { require_known_schema(path).await.map(drop) } else { Ok(()) }
-}
-
-/// One open transaction. Dropped without [`Tx::commit`], nothing of it happened.
-#[derive(Debug)]
-pub struct Tx<'s> {
-    connection: &'s mut SqliteConnection,
-    clean: &'s mut bool,
-    faulted: &'s mut bool,
-    any_attempts: &'s mut bool,
-    ids: &'s mut Ids,
-    /// No statement has failed and nothing was undone.
-    sound: bool,
-    /// Where [`Tx::undo`] returns to in `ids`.
-    savepoint: usize,
-}
-
-impl Tx<'_> {
-    /// The connection, for a handler's own statements. See [`crate::handler::Handler`] for what is not allowed on it.
-    pub fn sqlite(&mut self) -> &mut SqliteConnection {
-        self.connection
-    }
-
-    async fn begin(&mut self) -> Result<(), Error> {
-        let data_version = begin(self.connection, "BEGIN IMMEDIATE").await.map_err(|error| self.failed(error))?;
-        loop {
-            let fresh = self.ids.refresh(self.connection, data_version).await.map_err(|error| self.failed(error))?;
-            if self.ids.is_full() {
-                self.ids.seal(self.connection).await.map_err(|error| self.failed(error))?;
-            }
-            if fresh == Fresh::Yes {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Claims the ids of `deliveries`, which must differ from each other, and says of each what came of it.
-    pub async fn claim(&mut self, deliveries: &[&Delivery], now_ns: i64) -> Result<Vec<Claim>, Error> {
-        let (claims, keys) = known(self.connection, self.ids, deliveries).await.map_err(|error| self.failed(error))?;
-        let rows = keys.into_iter().zip(deliveries.iter().copied()).zip(&claims);
-        let new: Vec<(Key, &Delivery)> = rows.filter(|(_, claim)| **claim == Claim::New).map(|(row, _)| row).collect();
-        for chunk in chunks(&new) {
-            let sql =
-                values("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES ", 4, chunk.len(), "");
-            let mut arguments = SqliteArguments::default();
-            for (_, delivery) in chunk {
-                bind(&mut arguments, delivery.id.clone())?;
-                bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
-                bind(&mut arguments, delivery.digest.0.as_slice())?;
-                // A clock that is behind must not make the id look older than its message: it would be pruned too early.
-                bind(&mut arguments, now_ns.max(delivery.raw.position.published_ns))?;
-            }
-            let done = self.execute("claiming ids", sql, arguments).await?;
-            // One statement numbers its rows one after the other (sqlite.org/autoinc.html: AUTOINCREMENT adds one).
-            self.ids.add(chunk, done.last_insert_rowid());
-        }
-        Ok(claims)
-    }
-
-    /// What the database knows of each of `deliveries`, in their order, without claiming anything.
-    pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
-        let known = known(self.connection, self.ids, deliveries).await.map_err(|error| self.failed(error))?;
-        Ok(known.0)
-    }
-
-    /// Keeps `deliveries` in `orders`: the effect of the built-in handler.
-    pub async fn record_orders(&mut self, deliveries: &[&Delivery]) -> Result<(), Error> {
-        for chunk in chunks(deliveries) {
-            let sql = values(
-                "INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ",
-                5,
-                chunk.len(),
-                "",
-            );
-            let mut arguments = SqliteArguments::default();
-            for delivery in chunk {
-                bind(&mut arguments, delivery.id.clone())?;
-                bind(&mut arguments, delivery.raw.subject.clone())?;
-                bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
-                bind(&mut arguments, delivery.raw.position.published_ns)?;
-                bind(&mut arguments, delivery.raw.payload.as_ref())?;
-            }
-            self.execute("recording orders", sql, arguments).await?;
-        }
-        Ok(())
-    }
-
-    /// Writes a dead letter; `false` if the same message lies there already, or did until an operator dealt with it.
-    pub async fn bury(&mut self, letter: &DeadLetter<'_>, now_ns: i64) -> Result<bool, Error> {
-        let DeadLetter { delivery, reason, error } = letter;
-        let mut arguments = SqliteArguments::default();
-        bind(&mut arguments, delivery.id.clone())?;
-        bind(&mut arguments, delivery.raw.subject.clone())?;
-        bind(&mut arguments, to_i64(delivery.raw.position.stream_seq))?;
-        bind(&mut arguments, to_i64(delivery.raw.position.delivered))?;
-        bind(&mut arguments, reason.name())?;
-        bind(&mut arguments, *error)?;
-        bind(&mut arguments, headers_json(&delivery.raw.headers))?;
-        bind(&mut arguments, delivery.raw.payload.as_ref())?;
-        bind(&mut arguments, now_ns)?;
-        bind(&mut arguments, delivery.digest.0.as_slice())?;
-        bind(&mut arguments, delivery.raw.position.published_ns)?;
-        let sql = "INSERT INTO dead_letters \
-             (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, digest, published_at) \
-             SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11 \
-             WHERE NOT EXISTS (SELECT 1 FROM closed_letters WHERE id = ?1 AND digest = ?10) \
-             ON CONFLICT (id, digest) DO NOTHING";
-        self.ids.any_letters = true;
-        Ok(self.execute("writing a dead letter", sql.to_owned(), arguments).await?.rows_affected() > 0)
-    }
-
-    /// The runs over a message that did not succeed so far.
-    pub async fn attempts(&mut self, id: &str) -> Result<Attempts, Error> {
-        if !*self.any_attempts {
-            return Ok(Attempts::default());
-        }
-        let mut arguments = SqliteArguments::default();
-        bind(&mut arguments, id)?;
-        let sql = "SELECT failed, started FROM attempts WHERE id = ?".to_owned();
-        let rows = self.fetch("reading the attempts", sql, arguments).await?;
-        Ok(rows.first().map_or_else(Attempts::default, |row| Attempts { failed: row.get(0), started: row.get(1) }))
-    }
-
-    /// Stores the runs over a message. `error` is what the last failure said, if one is to be noted.
-    pub async fn set_attempts(
-        &mut self,
-        id: &str,
-        attempts: Attempts,
-        error: Option<&str>,
-        now_ns: i64,
-    ) -> Result<(), Error> {
-        *self.any_attempts = true;
-        let mut arguments = SqliteArguments::default();
-        bind(&mut arguments, id)?;
-        bind(&mut arguments, attempts.failed)?;
-        bind(&mut arguments, attempts.started)?;
-        bind(&mut arguments, error)?;
-        bind(&mut arguments, now_ns)?;
-        let sql = "INSERT INTO attempts (id, failed, started, last_error, updated_at) VALUES (?, ?, ?, ?, ?) \
-             ON CONFLICT (id) DO UPDATE SET failed = excluded.failed, started = excluded.started, \
-             last_error = coalesce(excluded.last_error, last_error), updated_at = excluded.updated_at";
-        self.execute("writing the attempts", sql.to_owned(), arguments).await.map(drop)
-    }
-
-    /// Forgets the attempts of messages that have their outcome.
-    pub async fn forget_attempts(&mut self, deliveries: &[&Delivery]) -> Result<(), Error> {
-        if !*self.any_attempts {
-            return Ok(());
-        }
-        for chunk in chunks(deliveries) {
-            let sql = values("DELETE FROM attempts WHERE id IN (VALUES ", 1, chunk.len(), ")");
-            let mut arguments = SqliteArguments::default();
-            for delivery in chunk {
-                bind(&mut arguments, delivery.id.clone())?;
-            }
-            self.execute("forgetting attempts", sql, arguments).await?;
-        }
-        Ok(())
-    }
-
-    async fn forget_old_attempts(&mut self, before_ns: i64, limit: u32) -> Result<(), Error> {
-        if !*self.any_attempts {
-            return Ok(());
-        }
-        let mut arguments = SqliteArguments::default();
-        bind(&mut arguments, before_ns)?;
-        bind(&mut arguments, limit)?;
-        let sql = "DELETE FROM attempts WHERE id IN (SELECT id FROM attempts WHERE updated_at < ? LIMIT ?)".to_owned();
-        self.execute("forgetting old attempts", sql, arguments).await.map(drop)
-    }
-
-    /// Marks the point that [`Tx::undo`] returns to.
-    pub async fn savepoint(&mut self) -> Result<(), Error> {
-        self.savepoint = self.ids.staged();
-        self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await.map(drop)
-    }
-
-    /// Keeps what was done since the savepoint.
-    pub async fn keep(&mut self) -> Result<(), Error> {
-        self.execute("releasing a savepoint", "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
-    }
-
-    /// Undoes what was done since the savepoint.
-    pub async fn undo(&mut self) -> Result<(), Error> {
-        const DOING: &str = "returning to a savepoint";
-        self.sound = false;
-        self.ids.unstage(self.savepoint);
-        self.execute(DOING, "ROLLBACK TO message".to_owned(), SqliteArguments::default()).await?;
-        self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
-    }
-
-    /// Makes it durable: returns after the WAL is on disk.
-    ///
-    /// # Errors
-    /// The outcome is then unknown. Nothing may be acknowledged; the ids tell the truth when the messages come again.
-    pub async fn commit(mut self) -> Result<(), Error> {
-        self.execute("committing", "COMMIT".to_owned(), SqliteArguments::default()).await?;
-        self.ids.committed();
-        *self.clean = self.sound;
-        Ok(())
-    }
-
-    async fn execute(
-        &mut self,
-        doing: &'static str,
-        sql: String,
-        arguments: SqliteArguments,
-    ) -> Result<SqliteQueryResult, Error> {
-        sqlx::query_with(AssertSqlSafe(sql), arguments)
-            .execute(&mut *self.connection)
-            .await
-            .map_err(|source| self.fail(doing, source))
-    }
-
-    async fn fetch(
-        &mut self,
-        doing: &'static str,
-        sql: String,
-        arguments: SqliteArguments,
-    ) -> Result<Vec<SqliteRow>, Error> {
-        sqlx::query_with(AssertSqlSafe(sql), arguments)
-            .fetch_all(&mut *self.connection)
-            .await
-            .map_err(|source| self.fail(doing, source))
-    }
-
-    fn fail(&mut self, doing: &'static str, source: sqlx::Error) -> Error {
-        self.failed(Error::new(doing, source))
-    }
-
-    fn failed(&mut self, error: Error) -> Error {
-        self.sound = false;
-        *self.faulted |= error.may_have_written();
-        error
-    }
-}
-
-impl Error {
-    /// Classifies what SQLite said by its extended result code (sqlite.org/rescode.html).
-    pub fn new(doing: &'static str, source: sqlx::Error) -> Self {
-        let code = source.as_database_error().and_then(|error| error.code()?.parse::<u32>().ok());
-        let class = match code.map(|code| code & 0xff) {
-            Some(5 | 6) => ErrorClass::Busy,
-            Some(8) => ErrorClass::ReadOnly,
-            Some(10 | 14) => ErrorClass::Io,
-            Some(11 | 26) => ErrorClass::Corrupt,
-            Some(13) => ErrorClass::Full,
-            // Too big, constraint, type mismatch: all about the values of one row.
-            Some(18..=20) => ErrorClass::Constraint,
-            Some(_) => ErrorClass::Other,
-            None => match &source {
-                sqlx::Error::Io(error) => io_class(error),
-                _ => ErrorClass::Other,
-            },
-        };
-        Self { doing, class, source }
-    }
-}
-
-fn missing_file() -> Error {
-    let text = "the file was moved, removed or replaced; put it back, or restart to use what is there now";
-    Error::new("looking for the database file", sqlx::Error::Io(io::Error::new(io::ErrorKind::NotFound, text)))
-}
-
-/// Makes an empty file, which SQLite takes for a new database, for the owner alone. SQLite gives the files that it puts
-/// beside it the same mode.
-fn create(path: &Path) -> io::Result<()> {
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
-}
-
-fn io_class(error: &io::Error) -> ErrorClass {
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorClass::Full,
-        io::ErrorKind::ReadOnlyFilesystem => ErrorClass::ReadOnly,
-        _ => ErrorClass::Io,
-    }
-}
-
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    std::fs::metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
-}
-
-async fn acquire(path: &Path, patience: Duration) -> Result<Lock, OpenError> {
-    let deadline = Instant::now() + patience;
-    let mut said = false;
-    loop {
-        match Lock::try_acquire(path) {
-            Ok(lock) => return Ok(lock),
-            Err(LockError::Io(source)) => return Err(unusable(&lock::path(path), source)),
-            Err(LockError::Held(holder)) if Instant::now() >= deadline => {
-                return Err(OpenError::Held { path: path.to_owned(), holder });
-            }
-            Err(LockError::Held(holder)) => {
-                if !said {
-                    tracing::warn!(database = %path.display(), %holder, "database is in use, waiting for it");
-                    said = true;
-                }
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-        }
-    }
-}
-
-/// What time may mend is waited for; the rest is for the operator.
-fn unusable(path: &Path, source: io::Error) -> OpenError {
-    let class = io_class(&source);
-    let path = path.to_owned();
-    match source.kind() {
-        io::ErrorKind::PermissionDenied => OpenError::NotWritable { path, source },
-        _ if class == ErrorClass::Io => OpenError::Io { path, source },
-        _ => OpenError::Database { path, source: Error::new("locking the database", sqlx::Error::Io(source)) },
-    }
-}
-
-fn require_folder(path: &Path) -> Result<(), OpenError> {
-    let folder = folder(path);
-    if is_there(folder)? && folder.is_dir() { Ok(()) } else { Err(OpenError::MissingFolder(folder.to_owned())) }
-}
-
-/// SQLite needs to make files of its own beside the database.
-fn require_access(path: &Path) -> Result<(), OpenError> {
-    let folder_access = (folder(path), Access::WRITE_OK | Access::EXEC_OK);
-    let file_access = is_there(path)?.then_some((path, Access::READ_OK | Access::WRITE_OK));
-    for (path, access) in [folder_access].into_iter().chain(file_access) {
-        rustix::fs::access(path, access).map_err(|error| unusable(path, error.into()))?;
-    }
-    Ok(())
-}
-
-/// That there is a file, and one for us to read, without opening it.
-fn require_readable(path: &Path) -> Result<(), OpenError> {
-    if !is_there(path)? {
-        return Err(OpenError::Missing(path.to_owned()));
-    }
-    match rustix::fs::access(path, Access::READ_OK).map_err(io::Error::from) {
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(OpenError::NotReadable(path.to_owned())),
-        // Whatever else may be wrong with it is found by whoever reads it.
-        Ok(()) | Err(_) => Ok(()),
-    }
-}
-
-/// What keeps a reader out. SQLite needs to write beside the database also to read it, and tells only by a code.
-fn unreadable(error: OpenError) -> OpenError {
-    match error {
-        OpenError::Database { path, source }
-            if matches!(source.class, ErrorClass::Io | ErrorClass::ReadOnly)
-                && matches!(require_access(&path), Err(OpenError::NotWritable { .. })) =>
-        {
-            OpenError::NotReadable(path)
-        }
-        other => other,
-    }
-}
-
-/// Looks at the first bytes before anything opens the file for writing.
-fn require_sqlite(path: &Path) -> Result<(), OpenError> {
-    const MAGIC: &[u8] = b"SQLite format 3\0";
-    let io_error = |source: io::Error| match (is_there(path), source.kind()) {
-        (Err(unseen), _) => unseen,
-        (Ok(_), io::ErrorKind::PermissionDenied) => OpenError::NotReadable(path.to_owned()),
-        (Ok(_), _) => unusable(path, source),
-    };
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(io_error(error)),
-    };
-    let mut head = Vec::new();
-    file.take(MAGIC.len() as u64).read_to_end(&mut head).map_err(io_error)?;
-    // An empty file is what SQLite itself makes of a database without tables.
-    if head.is_empty() || head == MAGIC { Ok(()) } else { Err(OpenError::NotADatabase(path.to_owned())) }
-}
-
-/// That there is a database of this very version, for commands that work beside the daemon.
-async fn require_beside(path: &Path) -> Result<(), OpenError> {
-    require_readable(path)?;
-    require_sqlite(path)?;
-    let applied = require_known_schema(path).await.map_err(unreadable)?;
-    if applied < MIGRATIONS.iter().count() { Err(OpenError::Older(path.to_owned())) } else { Ok(()) }
-}
-
-/// Compares the migrations that the file has seen with ours, before any of them runs. Returns how many it has seen.
-async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
-    let failed = |source| OpenError::database(path, source);
-    let mut connection = connect(&options(path), "opening the database").await.map_err(failed)?;
-    let reading = |source| failed(Error::new("reading the schema", source));
-    let (tables, ours): (i64, bool) = sqlx::query_as(
-        "SELECT count(*), coalesce(max(name = '_sqlx_migrations'), 0) FROM sqlite_schema WHERE type = 'table'",
-    )
-    .fetch_one(&mut connection)
-    .await
-    .map_err(reading)?;
-    if tables > 0 && !ours {
-        return Err(OpenError::NotOurs(path.to_owned()));
-    }
-    let mut seen = 0;
-    if ours {
-        let applied: Vec<(i64, Vec<u8>)> =
-            sqlx::query_as("SELECT version, checksum FROM _sqlx_migrations ORDER BY version")
-                .fetch_all(&mut connection)
-                .await
-                .map_err(reading)?;
-        for (version, checksum) in applied {
-            match MIGRATIONS.iter().find(|migration| migration.version == version) {
-                None => return Err(OpenError::Newer { path: path.to_owned(), version }),
-                Some(known) if known.checksum != checksum => {
-                    return Err(OpenError::Foreign { path: path.to_owned(), version });
-                }
-                Some(_) => seen += 1,
-            }
-        }
-    }
-    connection.close().await.map_err(reading)?;
-    Ok(seen)
-}
-
-fn options(path: &Path) -> SqliteConnectOptions {
-    SqliteConnectOptions::new()
-        .filename(path)
-        .busy_timeout(BUSY_TIMEOUT)
-        // Rows of one statement that may wait for us: SQLite's thread need not stop in the middle of a batch.
-        .row_buffer_size(ROWS_MAX)
-        .disable_statement_logging()
-}
-
-async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Result<SqliteConnection, Error> {
-    options.connect().await.map_err(|source| Error::new(doing, source))
-}
-
-/// A connection beside a running daemon, that cannot write.
-///
-/// # Errors
-/// [`OpenError`] when there is no database, or none of this version.
-async fn open_to_read(path: &Path) -> Result<SqliteConnection, OpenError> {
-    require_beside(path).await?;
-    let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;
-    connection.map_err(|source| OpenError::database(path, source))
-}
-
-async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error> {
-    // Two subqueries, since SQLite looks min and max up in the B-tree only when each stands alone.
-    let (ids, dead): (i64, i64) = sqlx::query_as(
-        "SELECT coalesce((SELECT max(row) FROM processed_ids) - (SELECT min(row) FROM processed_ids) + 1, 0), \
-         (SELECT count(*) FROM dead_letters)",
-    )
-    .fetch_one(connection)
-    .await?;
-    Ok(Counts { processed_ids: ids.unsigned_abs(), dead_letters: dead.unsigned_abs() })
-}
-
-const OPENING_TO_READ: &str = "opening the database to read";
-const LOOKING_UP: &str = "looking ids up";
 
 /// Begins a transaction, and says whether others have written since the last one: then the number is another.
 async fn begin(connection: &mut SqliteConnection, how: &str) -> Result<i64, Error> {
     // In one go, since each costs a way to SQLite's thread and back.
     let sql = AssertSqlSafe(format!("{how}; PRAGMA data_version"));
     let data_version = sqlx::query_scalar(sql).fetch_one(connection).await;
-    data_version.map_err(|source| Error::new("beginning a transaction", source))
+    data_version.map_err(|source| failed("beginning a transaction", source))
 }
 
-fn not_indexed() -> Error {
-    let text = "ids that were put into the database by hand are being indexed; try again when the daemon is ready";
-    let source = sqlx::Error::Io(io::Error::new(io::ErrorKind::ResourceBusy, text));
-    Error { doing: LOOKING_UP, class: ErrorClass::Busy, source }
-}
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
 
-/// What the database knows of each of `deliveries`, in their order, and the keys of their ids.
-async fn known(
-    connection: &mut SqliteConnection,
-    ids: &Ids,
-    deliveries: &[&Delivery],
-) -> Result<(Vec<Claim>, Vec<Key>), Error> {
-    let (found, keys) = ids.find(connection, deliveries).await?;
-    let mut claims: Vec<Claim> = found.into_iter().map(|digest| digest.map_or(Claim::New, Claim::Processed)).collect();
-    if !ids.any_letters {
-        return Ok((claims, keys));
-    }
-    let same = |(index, claim): &(usize, &Claim)| **claim == Claim::Processed(deliveries[*index].digest);
-    let others: Vec<usize> = claims.iter().enumerate().filter(|it| !same(it)).map(|(index, _)| index).collect();
-    for chunk in chunks(&others) {
-        let sql = values(
-            "SELECT column3 FROM (VALUES ",
-            3,
-            chunk.len(),
-            ") WHERE EXISTS (SELECT 1 FROM dead_letters WHERE id = column1 AND digest = column2) \
-             OR EXISTS (SELECT 1 FROM closed_letters WHERE id = column1 AND digest = column2)",
-        );
-        let mut arguments = SqliteArguments::default();
-        for index in chunk {
-            bind(&mut arguments, deliveries[*index].id.clone())?;
-            bind(&mut arguments, deliveries[*index].digest.0.as_slice())?;
-            bind(&mut arguments, *index as i64)?;
+    use super::*;
+    use crate::store::Gone;
+
+    /// The rows that are left of `rows` (processed at, stream sequence) after one step of pruning a real file.
+    async fn pruned(store: &mut Store, rows: &[(i64, i64)], prunable: Prunable, limit: u32) -> (u64, Vec<(i64, i64)>) {
+        let mut tx = store.begin().await.unwrap();
+        sqlx::query("DELETE FROM processed_ids").execute(tx.connection()).await.unwrap();
+        for (at, seq) in rows {
+            sqlx::query("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES (hex(randomblob(8)), ?, x'00', ?)")
+                .bind(seq)
+                .bind(at)
+                .execute(tx.connection())
+                .await
+                .unwrap();
         }
-        let dead = sqlx::query_scalar_with(AssertSqlSafe(sql), arguments).fetch_all(&mut *connection).await;
-        for index in dead.map_err(|source| Error::new(LOOKING_UP, source))? {
-            let index: i64 = index;
-            claims[index as usize] = Claim::Dead;
+        tx.commit().await.unwrap();
+        let went = store.prune(prunable, limit).await.unwrap();
+        let mut tx = store.begin().await.unwrap();
+        let left = sqlx::query_as("SELECT processed_at, stream_seq FROM processed_ids ORDER BY row");
+        let left = left.fetch_all(tx.connection()).await.unwrap();
+        tx.commit().await.unwrap();
+        let counts = store.counts().await.unwrap();
+        assert_eq!(counts.processed_ids, left.len() as u64, "counted by rowid");
+        (went, left)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8))]
+
+        #[test]
+        fn pruning_takes_the_oldest_ids_that_may_go_and_stops_at_the_first_that_may_not(
+            // Few values, so that the bounds themselves come up.
+            steps in vec((vec((0..8_i64, 0..8_i64), 0..12), 0..9_i64, 0..9_u64, 0..9_i64, any::<bool>(), 1..14_u32), 12),
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            let mut store = runtime.block_on(Store::open(&folder.path().join("orders.db"))).unwrap();
+            for (rows, before_ns, below_seq, stream_created_ns, auto, limit) in steps {
+                let prunable = Prunable { before_ns, gone: auto.then_some(Gone { below_seq, stream_created_ns }) };
+                let may_go = |(at, seq): &&(i64, i64)| {
+                    let elsewhere = *at < stream_created_ns || seq.unsigned_abs() < below_seq;
+                    *at < before_ns && (!auto || elsewhere)
+                };
+                let going = rows.iter().take_while(may_go).count().min(limit as usize);
+                let (went, left) = runtime.block_on(pruned(&mut store, &rows, prunable, limit));
+                prop_assert_eq!(went, going as u64);
+                prop_assert_eq!(&left[..], &rows[going..]);
+            }
         }
     }
-    Ok((claims, keys))
-}
-
-/// Cuts a batch into runs of [`ROWS_MAX`], and what is left into runs whose lengths are powers of two, so that a handful of
-/// statement texts serve every batch and stay in the driver's cache.
-fn chunks<T>(mut rows: &[T]) -> impl Iterator<Item = &[T]> {
-    std::iter::from_fn(move || {
-        let length = match rows.len() {
-            0 => return None,
-            ROWS_MAX.. => ROWS_MAX,
-            length => 1 << length.ilog2(),
-        };
-        let (chunk, rest) = rows.split_at(length);
-        rows = rest;
-        Some(chunk)
-    })
-}
-
-/// `before (?,?),(?,?) after`
-fn values(before: &str, columns: usize, rows: usize, after: &str) -> String {
-    let row = format!("({}),", vec!["?"; columns].join(","));
-    let rows = row.repeat(rows);
-    format!("{before}{}{after}", rows.strip_suffix(',').unwrap_or_default())
-}
-
-fn bind<'a, T>(arguments: &mut SqliteArguments, value: T) -> Result<(), Error>
-where
-    T: sqlx::Encode<'a, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
-{
-    arguments.add(value).map_err(|source| Error::new("binding a value", sqlx::Error::Encode(source)))
-}
-
-/// A JSON object: name -> array of values.
-fn headers_json(headers: &Headers) -> String {
-    let mut values: HashMap<&str, Vec<&str>> = HashMap::new();
-    for (name, value) in headers {
-        values.entry(name).or_default().push(value);
-    }
-    serde_json::json!(values).to_string()
-}
-
-/// SQLite integers are signed; a stream of 2^63 messages is out of this world.
-fn to_i64(value: u64) -> i64 {
-    i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 
 use crate::model::time;
 use crate::model::view::ConsumerView;
-use crate::store::sqlite::pause::Pause;
+use crate::store::Pause;
 use crate::telemetry::log;
 use crate::telemetry::metrics::Metrics;
 

@@ -21,7 +21,7 @@ use crate::model::id::Digest;
 use crate::model::outcome::{Outcome, Reason};
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
-use crate::store::{Attempts, Claim, DeadLetter, Error, Store, Tx};
+use crate::store::{Attempts, Claim, Error, Store, Tx};
 use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::{RetryPolicy, Verdict};
 
@@ -208,10 +208,7 @@ impl Inbox {
             let applied = guarded(self.handler.as_ref(), &mut tx, &orders).await;
             applied.map_err(|failure| Blamed::new(failure, &new))?;
         }
-        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            bury(&mut tx, delivery, outcome, now_ns).await?;
-        }
-        tx.forget_attempts(batch).await?;
+        tx.record(&mut batch.iter().copied().zip(&mut outcomes).collect::<Vec<_>>(), now_ns).await?;
         tx.commit().await?;
         Ok(outcomes)
     }
@@ -317,8 +314,7 @@ impl Inbox {
                 Claim::Processed(digest) => Some(on_conflict.judge(delivery, digest)),
             };
             if let Some(outcome) = &mut outcome {
-                bury(&mut tx, delivery, outcome, now_ns).await?;
-                tx.forget_attempts(&[delivery]).await?;
+                tx.record(&mut [(delivery, outcome)], now_ns).await?;
             }
             outcomes.push(outcome);
         }
@@ -341,8 +337,7 @@ impl Inbox {
                     Reason::CrashLoop,
                     format!("the process ended during each of {} runs of this message", attempts.started),
                 );
-                bury(&mut tx, delivery, &mut outcome, now_ns).await?;
-                tx.forget_attempts(&[delivery]).await?;
+                tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
                 tx.commit().await?;
                 self.begun = None;
                 return Ok(Some(outcome));
@@ -425,8 +420,7 @@ async fn single(
     let delivery = order.delivery;
     if let Some((reason, error)) = &delivery.defect {
         let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
-        bury(tx, delivery, &mut outcome, now_ns).await?;
-        tx.forget_attempts(&[delivery]).await?;
+        tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
         return Ok(Single::Decided(outcome));
     }
     tx.savepoint().await?;
@@ -447,8 +441,7 @@ async fn single(
         },
     };
     tx.keep().await?;
-    bury(tx, delivery, &mut outcome, now_ns).await?;
-    tx.forget_attempts(&[delivery]).await?;
+    tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
     Ok(Single::Decided(outcome))
 }
 
@@ -470,13 +463,10 @@ async fn failed(
         Verdict::Bury(reason) => dead(reason, error),
         Verdict::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };
-    match &outcome {
-        Outcome::Retry { error, .. } => tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?,
-        Outcome::Applied | Outcome::Duplicate | Outcome::DeadLettered { .. } => {
-            bury(tx, delivery, &mut outcome, now_ns).await?;
-            tx.forget_attempts(&[delivery]).await?;
-        }
+    if let Outcome::Retry { error, .. } = &outcome {
+        tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?;
     }
+    tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
     Ok(outcome)
 }
 
@@ -493,21 +483,6 @@ async fn defective(
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => dead(reason, error.to_owned()),
     })
-}
-
-/// Writes the dead letter of an outcome that has one. If the same message lies there already, also from this very batch, it is a
-/// duplicate.
-async fn bury(tx: &mut Tx<'_>, delivery: &Delivery, outcome: &mut Outcome, now_ns: i64) -> Result<(), Error> {
-    match outcome {
-        Outcome::DeadLettered { reason, error } => {
-            let is_new = tx.bury(&DeadLetter { delivery, reason: *reason, error }, now_ns).await?;
-            if !is_new {
-                *outcome = Outcome::Duplicate;
-            }
-        }
-        Outcome::Applied | Outcome::Duplicate | Outcome::Retry { .. } => {}
-    }
-    Ok(())
 }
 
 /// Runs the handler; a panic is a failure that may pass, not the end of the process.

@@ -1,19 +1,16 @@
 //! One shift after the other: open the database, run a worker until a stop or a pause, sit out the pause.
 
 use std::convert::Infallible;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::config::Config;
+use crate::config::{Config, Database};
 use crate::handler::Handler;
 use crate::jetstream::consumer::{Consumer, Event, Room};
 use crate::model::text::chain;
-use crate::store::sqlite::lock;
-use crate::store::sqlite::pause::{self, Pause};
-use crate::store::{Counts, OpenError, Store};
+use crate::store::{self, Counts, OpenError, Pause, Store};
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::worker::{Ended, Until, Worker, WorkerError};
 
@@ -47,37 +44,37 @@ pub async fn work(
     stop: CancellationToken,
 ) -> Result<(), ShiftError> {
     let config = Arc::new(config);
-    let path = &config.database.path;
+    let database = &config.database;
     let mut opened_before = false;
     while !stop.is_cancelled() {
         sit_out_pause(&config, &telemetry, until, &stop).await?;
         let (store, counts) = tokio::select! {
             () = stop.cancelled() => break,
-            () = pause::begins(path) => continue,
+            () = store::pause_begins(database) => continue,
             opened = open(&config, &telemetry, opened_before) => opened?,
         };
         opened_before = true;
         // A pause that began before we had the lock was told that nobody has the file.
-        if pause::look(path)?.is_some() {
+        if store::paused(database)?.is_some() {
             continue;
         }
         telemetry.counted(counts);
         telemetry.health.set_database(Ok(()));
         let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
-        let paused = path.clone();
+        let paused = database.clone();
         // On a task, so that the runtime's workers hand it what the client has read: the main thread would have to be woken for
         // it, up to once a message.
         let told = CancellationToken::new();
-        let running = tokio::spawn(worker.run(told.clone(), async move { pause::begins(&paused).await }));
+        let running = tokio::spawn(worker.run(told.clone(), async move { store::pause_begins(&paused).await }));
         let ended = tokio::select! {
             ended = running => ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())),
-            never = pass_on(&stop, path, &told) => match never {},
+            never = pass_on(&stop, database, &told) => match never {},
         };
         match ended {
             Ok(Ended::Done) => return Ok(()),
             Ok(Ended::Paused) => {}
             // On a full disk for one. What is in the WAL is safe there, and whoever opens the database next finds it.
-            Err(WorkerError::Close(error)) if !stop.is_cancelled() && pause::look(path)?.is_some() => {
+            Err(WorkerError::Close(error)) if !stop.is_cancelled() && store::paused(database)?.is_some() => {
                 tracing::warn!(error = %chain(&error), "paused, and a part of the database is still in its WAL file");
             }
             Err(error) => return Err(error.into()),
@@ -90,10 +87,10 @@ pub async fn work(
 
 /// Passes the stop on to the worker, noted first where the next process finds it if this one is ended before it has drained, by a
 /// second signal or by SIGKILL.
-async fn pass_on(stop: &CancellationToken, database: &Path, told: &CancellationToken) -> Infallible {
+async fn pass_on(stop: &CancellationToken, database: &Database, told: &CancellationToken) -> Infallible {
     stop.cancelled().await;
-    let database = database.to_owned();
-    let noting = tokio::task::spawn_blocking(move || lock::sign_as_stopping(&database));
+    let database = database.clone();
+    let noting = tokio::task::spawn_blocking(move || store::note_stop(&database));
     // A disk that hangs does not hold the stop up.
     drop(tokio::time::timeout(NOTE_PATIENCE, noting).await);
     told.cancel();
@@ -107,8 +104,8 @@ async fn sit_out_pause(
     until: Until,
     stop: &CancellationToken,
 ) -> Result<(), ShiftError> {
-    let path = &config.database.path;
-    let Some(mut pause) = pause::look(path)? else { return Ok(()) };
+    let database = &config.database;
+    let Some(mut pause) = store::paused(database)? else { return Ok(()) };
     if until == Until::Idle {
         return Err(ShiftError::Paused(pause));
     }
@@ -121,7 +118,7 @@ async fn sit_out_pause(
     loop {
         tokio::select! {
             () = stop.cancelled() => return Ok(()),
-            _ = tick.tick() => match pause::look(path) {
+            _ = tick.tick() => match store::paused(database) {
                 Ok(None) => break,
                 Ok(Some(still)) if still == pause => {}
                 Ok(Some(another)) => {
@@ -155,13 +152,14 @@ async fn sit_out_pause(
 
 /// Opens the database. What may pass, a lock or a full disk, is waited for, not ready and saying why.
 async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Result<(Store, Counts), OpenError> {
-    let path = &config.database.path;
+    let database = &config.database;
     let mut reminder = Reminder::default();
     loop {
         let opened = async {
-            let mut store = if opened_before { Store::open_again(path).await? } else { Store::open(path).await? };
+            let mut store =
+                if opened_before { Store::open_again(database).await? } else { Store::open(database).await? };
             let counts = store.counts().await;
-            let counts = counts.map_err(|source| OpenError::database(path, source))?;
+            let counts = counts.map_err(|source| OpenError::database(database, source))?;
             Ok((store, counts))
         };
         match opened.await {
@@ -176,7 +174,7 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
             }
             // A repair will be done some time, and so will be whoever took a database that was ours until a pause. A second
             // daemon would not: that is for the operator.
-            Err(OpenError::Held { holder, .. }) if opened_before || lock::is_repair(&holder) => {
+            Err(OpenError::Held { holder, .. }) if opened_before || holder.is_repair => {
                 let cause = format!("in use by {holder}");
                 if reminder.is_due(&cause) {
                     tracing::warn!(%cause, "the database cannot be opened, trying again");

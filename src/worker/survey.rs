@@ -5,18 +5,16 @@
 //! server has forgotten. So all that is unknown is counted: only if that is no more than the server has given up, each of them is
 //! lost for certain. Else nothing is concluded about any of them, and what comes later is judged for itself: [`Judged`].
 
-use std::path::PathBuf;
 use std::time::SystemTime;
 
-use crate::config::{OnConflict, Retention};
+use crate::config::{Database, OnConflict, Retention};
 use crate::jetstream::consumer::{Arrival, BindError};
 use crate::jetstream::given_up::Records;
 use crate::model::delivery::{Delivery, Reply};
 use crate::model::id::IdScheme;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
-use crate::store::sqlite::Lookup;
-use crate::store::{self, Claim, OpenError};
+use crate::store::{self, Claim, OpenError, Reader};
 use crate::worker::retention::pruned_before;
 
 /// Sequences looked at in one go. From the top down: what was given up lately is near the end.
@@ -28,7 +26,7 @@ const MESSAGES_MAX: usize = 20_000;
 pub struct Survey {
     pub records: Records,
     pub scheme: IdScheme,
-    pub database: PathBuf,
+    pub database: Database,
     pub retention: Retention,
     pub on_conflict: OnConflict,
     pub view: ConsumerView,
@@ -115,7 +113,7 @@ impl Survey {
         let settled = if pending { view.ack_floor_stream_seq } else { view.delivered_stream_seq };
         let start = self.records.start;
         let first = view.stream_first_seq.max(start.seq).max(self.judged.through + 1);
-        let mut lookup = Lookup::open(&self.database).await?;
+        let mut lookup = Reader::open(&self.database).await?;
         let oldest = lookup.oldest_processed_at().await?;
         let told_since = start.ns.max(pruned_before(self.retention, oldest, unix_ns(SystemTime::now())));
         // What was published since took the sequence of a message that the server has lost, and is yet to be delivered.

@@ -463,7 +463,7 @@ impl Worker {
             Some(Survey {
                 records: self.consumer.records()?,
                 scheme: self.scheme.clone(),
-                database: self.config.database.path.clone(),
+                database: self.config.database.clone(),
                 retention: self.config.inbox.retention,
                 on_conflict: self.config.inbox.on_conflict,
                 judged,

@@ -146,8 +146,8 @@ async fn an_order_that_keeps_crashing_the_process_is_quarantined_alone() {
 #[ignore = "the process that an_order_that_keeps_crashing_the_process_is_quarantined_and_takes_no_neighbour_along starts"]
 async fn child() {
     let config = Config::load(None, std::env::vars_os()).unwrap().config;
-    let store = Store::open(&config.database.path).await.unwrap();
-    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(&config.database.path);
+    let store = Store::open(&config.database).await.unwrap();
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(config.database.to_string());
     make_effects(&mut options.connect().await.unwrap()).await;
     let worker = Worker::new(Arc::new(config), store, Clerk::new(), Arc::new(Telemetry::new()), Until::Idle);
     worker.run(CancellationToken::new(), pending()).await.unwrap();

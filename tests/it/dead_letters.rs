@@ -9,13 +9,15 @@ use std::time::Duration;
 use async_trait::async_trait;
 use base64::Engine;
 use clap::Parser;
+use order_processor::config::Database;
+use order_processor::handler::orders::Orders;
 use order_processor::handler::{Failure, Handler, Order};
 use order_processor::ops::dead_letters::{self, DeadLettersCommand, DeadLettersError};
-use order_processor::store::{Store, Tx};
+use order_processor::store::{Connection, Store, Tx};
 use order_processor::telemetry::Telemetry;
 use order_processor::worker::worker::{Until, Worker};
 use serde_json::{Value, json};
-use sqlx::{Connection, Row};
+use sqlx::{Connection as _, Row};
 use tokio_util::sync::CancellationToken;
 
 use crate::support::keys::mode;
@@ -33,7 +35,7 @@ impl Handler for Clerk {
     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
         for Order { delivery, .. } in orders {
             let payload = String::from_utf8_lossy(&delivery.raw.payload);
-            tx.record_orders(&[*delivery]).await?;
+            Orders.apply(tx, &[Order { delivery, answer: None }]).await?;
             if !self.mended.load(Ordering::SeqCst) {
                 match payload.split(' ').next() {
                     Some("bad") => return Err(Failure::Permanent(format!("no such product in {payload:?}"))),
@@ -43,7 +45,8 @@ impl Handler for Clerk {
             }
             if payload.starts_with("orphan") {
                 let sql = "INSERT INTO children (parent) VALUES ('nobody')";
-                sqlx::query(sql).execute(tx.sqlite()).await?;
+                let Connection::Sqlite(connection) = tx.connection();
+                sqlx::query(sql).execute(connection).await?;
             }
         }
         Ok(())
@@ -58,7 +61,7 @@ impl Clerk {
     /// Runs a worker with this handler in the test's process until nothing is pending.
     async fn work(self: &Arc<Self>, spec: &DaemonSpec) {
         let config = spec.config();
-        let store = Store::open(&config.database.path).await.unwrap();
+        let store = Store::open(&config.database).await.unwrap();
         let worker = Worker::new(Arc::new(config), store, self.clone(), Arc::new(Telemetry::new()), Until::Idle);
         let ended = tokio::time::timeout(PATIENCE, worker.run(CancellationToken::new(), pending())).await;
         ended.expect("it becomes idle").expect("it drains");
@@ -198,7 +201,7 @@ async fn a_failed_replay_keeps_the_letter_with_its_new_error() {
     {
         broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", id)]), payload.into()).await;
     }
-    drop(Store::open(&spec.database()).await.unwrap());
+    drop(Store::open(&Database::Sqlite(spec.database())).await.unwrap());
     let mut writer = spec.db().open_to_write().await;
     for sql in [
         "CREATE TABLE parents (id TEXT PRIMARY KEY) STRICT",

@@ -67,7 +67,10 @@ async fn an_order_refused_by_the_handlers_table_is_a_dead_letter_alone() {
     let row = bench.dead_letter().await;
     assert_eq!((row.get::<&str, _>("reason"), row.get::<i64, _>("stream_seq")), ("permanent", 3));
     let error: String = row.get("error");
-    assert!(error.contains("writing an effect") && error.contains("CHECK constraint failed"), "{error}");
+    assert!(
+        error.contains("running a statement of the handler") && error.contains("CHECK constraint failed"),
+        "{error}"
+    );
     assert_eq!(bench.effects().await, ["plain 2", "plain 4", "plug"]);
     bench.applied_once(3).await;
     worker.drain().await;

@@ -4,11 +4,10 @@
 use std::path::Path;
 
 use async_nats::jetstream::stream;
+use order_processor::config::Database;
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
-use order_processor::store::sqlite::Lookup;
-use order_processor::store::sqlite::ids::SEGMENT_ROWS;
-use order_processor::store::{Claim, Gone, Prunable, Store};
+use order_processor::store::{Claim, Gone, Prunable, Reader, Store};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
@@ -18,6 +17,9 @@ use sqlx::{ConnectOptions, Connection, SqliteConnection};
 
 use crate::support::nats::{STREAM, consumer_config, headers, stream_config};
 use crate::support::{Broker, DaemonSpec, Db};
+
+/// Ids that the daemon seals together.
+const SEGMENT_ROWS: usize = 50_000;
 
 /// Makes what the database holds look as if it had been done so many days before.
 async fn age(spec: &DaemonSpec, days: i64) {
@@ -53,11 +55,11 @@ async fn old_ids_go_in_small_steps_after_their_messages_and_not_before() {
     age_up_to(&spec, 8, 1_200).await;
 
     let week_ago = spec.db().scalar("SELECT max(processed_at) FROM processed_ids").await - 7 * DAY_NS;
-    let mut store = Store::open(&spec.database()).await.unwrap();
+    let mut store = Store::open(&Database::Sqlite(spec.database())).await.unwrap();
     let gone = |below_seq| Prunable { before_ns: week_ago, gone: Some(Gone { below_seq, stream_created_ns: 0 }) };
     let mut steps = Vec::new();
     for below_seq in [0, 1_101, 1_101, 1_101, 1_101, 2_000, 2_000] {
-        steps.push(store.prune(gone(below_seq), 500).await.unwrap());
+        steps.push(store.upkeep(gone(below_seq), 500).await.unwrap().0);
     }
     store.close().await.unwrap();
     assert_eq!(steps, [0, 500, 500, 100, 0, 100, 0], "nothing that the stream has, and nothing that is young");
@@ -221,7 +223,7 @@ fn delivery(id: u8, other: bool) -> Delivery {
 }
 
 async fn open(database: &Path, segment_rows: usize) -> Store {
-    let mut store = Store::open(database).await.unwrap();
+    let mut store = Store::open(&Database::Sqlite(database.to_owned())).await.unwrap();
     store.seal_after(segment_rows);
     store
 }
@@ -231,9 +233,9 @@ async fn play(steps: &[Step], segment_rows: usize) {
     let folder = tempfile::tempdir().unwrap();
     let database = folder.path().join("orders.db");
     let mut daemon = Some(open(&database, segment_rows).await);
-    let mut operator = Store::open_beside(&database).await.unwrap();
+    let mut operator = Store::open_beside(&Database::Sqlite(database.clone())).await.unwrap();
     operator.seal_after(segment_rows);
-    let mut reader = Lookup::open(&database).await.unwrap();
+    let mut reader = Reader::open(&Database::Sqlite(database.clone())).await.unwrap();
     let mut rows: Vec<(u8, bool)> = Vec::new();
     for step in steps {
         let store = daemon.as_mut().unwrap();
@@ -244,7 +246,7 @@ async fn play(steps: &[Step], segment_rows: usize) {
             }
             Step::Prune { rows: limit } => {
                 let prunable = Prunable { before_ns: i64::MAX, gone: None };
-                let pruned = store.prune(prunable, *limit).await.unwrap();
+                let pruned = store.upkeep(prunable, *limit).await.unwrap().0;
                 assert_eq!(pruned, u64::from(*limit).min(rows.len() as u64));
                 rows.drain(..pruned as usize);
             }
@@ -360,11 +362,11 @@ async fn fill(connection: &mut SqliteConnection, rows: i64) {
 async fn readers_find_ids_that_are_not_sealed_yet() {
     let folder = tempfile::tempdir().unwrap();
     let database = folder.path().join("orders.db");
-    Store::open(&database).await.unwrap().close().await.unwrap();
+    Store::open(&Database::Sqlite(database.clone())).await.unwrap().close().await.unwrap();
     let mut writer = SqliteConnectOptions::new().filename(&database).connect().await.unwrap();
     fill(&mut writer, SEGMENT_ROWS as i64 + 10).await;
     writer.close().await.unwrap();
-    let mut reader = Lookup::open(&database).await.unwrap();
+    let mut reader = Reader::open(&Database::Sqlite(database.clone())).await.unwrap();
     for number in [1, SEGMENT_ROWS + 1, SEGMENT_ROWS + 10] {
         let delivery = Delivery { id: format!("order-{number}").into(), ..delivery(0, false) };
         let known = reader.known(&[&delivery]).await.unwrap();

@@ -28,6 +28,7 @@ mod seeds;
 mod settings;
 mod startup;
 mod stopping;
+mod store;
 mod story;
 mod support;
 mod terminal;

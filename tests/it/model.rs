@@ -10,14 +10,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use order_processor::config::OnConflict;
+use order_processor::config::{Database, OnConflict};
+use order_processor::handler::orders::Orders;
 use order_processor::handler::{Failure, Handler, Order};
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
 use order_processor::model::label::Label;
 use order_processor::model::outcome::{Outcome, Reason};
-use order_processor::store::ErrorClass;
-use order_processor::store::{self, Store, Tx};
+use order_processor::store::{self, Connection, ErrorClass, Store, Tx};
 use order_processor::worker::inbox::{Inbox, Outcomes};
 use order_processor::worker::retry::RetryPolicy;
 use proptest::collection::vec;
@@ -26,7 +26,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::FileFailurePersistence;
 use sqlx::sqlite::SqliteConnectOptions;
-use sqlx::{ConnectOptions, Connection};
+use sqlx::{ConnectOptions, Connection as _};
 use tempfile::TempDir;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
@@ -481,7 +481,8 @@ impl Bench {
             "CREATE TABLE goods (name TEXT PRIMARY KEY) STRICT",
             "CREATE TABLE lines (good TEXT NOT NULL REFERENCES goods DEFERRABLE INITIALLY DEFERRED) STRICT",
         ] {
-            sqlx::query(table).execute(tx.sqlite()).await.unwrap();
+            let Connection::Sqlite(connection) = tx.connection();
+            sqlx::query(table).execute(connection).await.unwrap();
         }
         tx.commit().await.unwrap();
         bench
@@ -492,7 +493,7 @@ impl Bench {
     }
 
     async fn open(&mut self) {
-        let mut store = Store::open(&self.database()).await.unwrap();
+        let mut store = Store::open(&Database::Sqlite(self.database())).await.unwrap();
         // So that ids are met in memory, in sealed segments, and on the way from the one to the other.
         store.seal_after(2);
         self.inbox = Some(Inbox::new(store, self.clerk.clone(), self.retry, self.on_conflict));
@@ -690,18 +691,18 @@ impl Handler for Clerk {
         let deliveries: Vec<&Delivery> = orders.iter().map(|order| order.delivery).collect();
         let (stop, runs) = self.next(&deliveries);
         // The effect first, so that there is something to undo.
-        tx.record_orders(&deliveries).await?;
+        Orders.apply(tx, orders).await?;
         match stop {
             Some(Stop::Killed) => {
                 self.in_the_middle.notify_one();
                 std::future::pending::<()>().await;
             }
             Some(Stop::DatabaseFailed) => {
-                let source = sqlx::Error::PoolTimedOut;
-                return Err(Failure::Store(store::Error { doing: "testing", class: ErrorClass::Full, source }));
+                return Err(Failure::Store(store::Error::new("testing", ErrorClass::Full, "no room")));
             }
             None => {}
         }
+        let Connection::Sqlite(connection) = tx.connection();
         for run in &runs {
             match run {
                 Run::Well => {}
@@ -709,10 +710,10 @@ impl Handler for Clerk {
                 Run::Retry | Run::InCompany => return Err(Failure::Retry("busy".to_owned())),
                 Run::Permanent => return Err(Failure::Permanent("unknown product".to_owned())),
                 Run::Constraint => {
-                    sqlx::query("INSERT INTO lines VALUES (NULL)").execute(tx.sqlite()).await?;
+                    sqlx::query("INSERT INTO lines VALUES (NULL)").execute(&mut *connection).await?;
                 }
                 Run::AtCommit => {
-                    sqlx::query("INSERT INTO lines VALUES ('unknown')").execute(tx.sqlite()).await?;
+                    sqlx::query("INSERT INTO lines VALUES ('unknown')").execute(&mut *connection).await?;
                 }
                 // Without the message that the hook of a panic would print for each.
                 Run::Panic => std::panic::resume_unwind(Box::new("a bug")),

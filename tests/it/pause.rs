@@ -1,6 +1,7 @@
 //! `pause` and `resume`, with a running daemon and without one.
 
-use order_processor::store::sqlite::lock::Lock;
+use order_processor::config::Database;
+use order_processor::store::Store;
 use order_processor::worker::worker::Ended;
 use sqlx::Connection;
 use tokio_util::sync::CancellationToken;
@@ -200,10 +201,10 @@ async fn a_database_still_in_use_when_the_pause_ends_is_waited_for() {
     worker.ready().await;
     spec.run_ok(&["pause"]).await;
     // An audit that repairs has the same lock.
-    let lock = Lock::try_acquire(&spec.database()).unwrap();
+    let store = Store::open(&Database::Sqlite(spec.database())).await.unwrap();
     spec.run_ok(&["resume"]).await;
     worker.not_ready("in use by process").await;
-    drop(lock);
+    store.close().await.unwrap();
     broker.publish_numbered(1..=5).await;
     broker.acknowledged(5).await;
     worker.ready().await;

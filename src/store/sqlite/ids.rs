@@ -11,32 +11,29 @@
 //! whenever somebody else may have written it: see [`Ids::refresh`].
 
 use std::collections::HashMap;
-use std::fmt;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::BuildHasherDefault;
 
 use futures_util::TryStreamExt;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
-use super::{bind, chunks, values};
+use self::filters::Filters;
+pub use self::key::Key;
+use self::key::{AsItIs, FILTER_BITS, PAGES};
+use self::page::{checked, entry, with_check};
+use super::sql::{bind, failed};
 use crate::model::delivery::Delivery;
-use crate::model::id::{Digest, head};
-use crate::store::Error;
-use crate::store::ErrorClass;
+use crate::model::id::Digest;
+use crate::store::sql::values;
+use crate::store::{Error, ErrorClass};
+
+mod filters;
+mod find;
+mod key;
+mod page;
 
 /// Ids that are sealed together. They take 3 MiB of memory before, and 150 kB for their filter after.
 pub const SEGMENT_ROWS: usize = 50_000;
-const PAGES: i64 = 256;
-/// Positions of a filter in which all probes for an id are: 2 KiB in memory, so that a look waits for one page of memory only.
-const BLOCK: usize = 512;
-/// 24 bits an id, in whole blocks. With 8 probes, one filter in 11,000 says that it may have an id that it has not.
-const FILTER_BITS: usize = (24 * SEGMENT_ROWS).next_multiple_of(BLOCK);
-const PROBES: usize = 8;
-/// Of a hash at the end of each page and filter: a bit that is wrong in there would make an id look new.
-const CHECK_BYTES: usize = 8;
-/// Pages that are in memory for a moment, 1.6 kB each.
-const PAGES_AT_ONCE: usize = 256;
-const LOOKING_UP: &str = "looking ids up";
 const INDEXING: &str = "reading the index of the ids";
 const SEALING: &str = "writing the index of the ids";
 
@@ -117,7 +114,7 @@ impl Ids {
         if self.data_version == Some(data_version) {
             return Ok(Fresh::Yes);
         }
-        let failed = |source| Error::new(INDEXING, source);
+        let failed = |source| failed(INDEXING, source);
         let (count, first, last, floor, any_letters): (i64, i64, i64, i64, bool) = sqlx::query_as(
             "SELECT (SELECT count(*) FROM id_segments), coalesce((SELECT min(segment) FROM id_segments), 0), \
              coalesce((SELECT max(segment) FROM id_segments), 0), \
@@ -157,7 +154,7 @@ impl Ids {
 
     /// Drops the segments that are gone from the file, and reads those that are new in it.
     async fn read_segments(&mut self, connection: &mut SqliteConnection) -> Result<(), Error> {
-        let failed = |source| Error::new(INDEXING, source);
+        let failed = |source| failed(INDEXING, source);
         let there: Vec<(i64, i64, i64)> =
             sqlx::query_as("SELECT segment, first_row, last_row FROM id_segments ORDER BY segment")
                 .fetch_all(&mut *connection)
@@ -205,7 +202,7 @@ impl Ids {
             .bind(room as i64 + 1)
             .fetch(connection);
         let mut left = room;
-        while let Some(row) = rows.try_next().await.map_err(|source| Error::new(INDEXING, source))? {
+        while let Some(row) = rows.try_next().await.map_err(|source| failed(INDEXING, source))? {
             if left == 0 {
                 return Ok(Fresh::NotYet);
             }
@@ -229,7 +226,7 @@ impl Ids {
     /// Writes the index of the open segment. To be called in the transaction of [`refresh`](Self::refresh), before anything is
     /// [added](Self::add) in it.
     pub async fn seal(&mut self, connection: &mut SqliteConnection) -> Result<(), Error> {
-        let failed = |source| Error::new(SEALING, source);
+        let failed = |source| failed(SEALING, source);
         if self.segments.len() % 20 == 19 {
             // The first start after many rows were put in by hand, or by the version before, is a long one.
             tracing::info!(rows = (self.segments.len() + 1) * self.segment_rows, "ids are indexed");
@@ -241,7 +238,7 @@ impl Ids {
         for (key, open) in &self.open {
             let Ok(offset) = u32::try_from(open.row - first_row) else {
                 let text = format!("rows {first_row} and {} of processed_ids are too far apart", open.row);
-                return Err(failed(sqlx::Error::Protocol(text)));
+                return Err(Error::new(SEALING, ErrorClass::Other, text));
             };
             pages[key.page() as usize].push(entry(*key, offset));
             for position in key.probes() {
@@ -270,7 +267,7 @@ impl Ids {
 
     /// Removes what the index has of rows up to `row`, which are gone from the table, from the file.
     pub async fn forget(&self, connection: &mut SqliteConnection, row: i64) -> Result<(), Error> {
-        let failed = |source| Error::new("dropping a part of the index of the ids", source);
+        let failed = |source| failed("dropping a part of the index of the ids", source);
         for segment in self.segments.iter().take_while(|segment| segment.last_row <= row) {
             let first_page = segment.number * PAGES;
             sqlx::query("DELETE FROM id_pages WHERE page >= ? AND page < ?")
@@ -291,66 +288,6 @@ impl Ids {
             self.filters.remove(segment.number);
         }
         self.open.retain(|_, open| open.row > row);
-    }
-
-    /// Says of each of `deliveries` which digest its id was processed with, `None` if it was not, and the id's key.
-    pub async fn find(
-        &self,
-        connection: &mut SqliteConnection,
-        deliveries: &[&Delivery],
-    ) -> Result<(Vec<Option<Digest>>, Vec<Key>), Error> {
-        let keys: Vec<Key> = deliveries.iter().map(|delivery| Key::of(&delivery.id)).collect();
-        let mut found = Vec::with_capacity(deliveries.len());
-        let mut leads = Vec::new();
-        for (index, key) in keys.iter().copied().enumerate() {
-            let open = self.open.get(&key);
-            found.push(open.map(|open| open.digest));
-            if open.is_none() {
-                leads.extend(self.filters.candidates(key).map(|segment| Lead { segment, key, index }));
-            }
-        }
-        leads.sort_unstable_by_key(Lead::page);
-        let candidates = self.candidates(connection, &leads).await?;
-        verify(connection, deliveries, &candidates, &mut found).await?;
-        Ok((found, keys))
-    }
-
-    /// Looks into the pages of `leads`, which are in the order of their pages.
-    async fn candidates(&self, connection: &mut SqliteConnection, leads: &[Lead]) -> Result<Vec<Candidate>, Error> {
-        let mut numbers: Vec<i64> = leads.iter().map(Lead::page).collect();
-        numbers.dedup();
-        let mut candidates = Vec::new();
-        let mut leads = leads.iter().peekable();
-        for chunk in numbers.chunks(PAGES_AT_ONCE).flat_map(chunks) {
-            let sql =
-                values("SELECT page, entries FROM id_pages WHERE page IN (VALUES ", 1, chunk.len(), ") ORDER BY page");
-            let mut arguments = SqliteArguments::default();
-            for page in chunk {
-                bind(&mut arguments, *page)?;
-            }
-            let rows = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut *connection).await;
-            let rows = rows.map_err(|source| Error::new(LOOKING_UP, source))?;
-            if rows.len() < chunk.len() {
-                return Err(damaged("a page is missing".to_owned()));
-            }
-            for row in rows {
-                let page: i64 = row.get(0);
-                let Some(entries) = checked(page, row.get(1)) else {
-                    return Err(damaged(format!("page {page} is not what was written")));
-                };
-                let entries = Entries(entries.as_chunks().0);
-                while let Some(lead) = leads.next_if(|lead| lead.page() <= page) {
-                    let at = self.segments.binary_search_by_key(&lead.segment, |segment| segment.number);
-                    if lead.page() == page
-                        && let Ok(at) = at
-                    {
-                        let rows = entries.offsets(lead.key).map(|offset| self.segments[at].first_row + offset);
-                        candidates.extend(rows.map(|row| Candidate { index: lead.index, row }));
-                    }
-                }
-            }
-        }
-        Ok(candidates)
     }
 
     /// Takes in rows that the transaction in hand has added, the last of which is `last_row`.
@@ -383,223 +320,7 @@ impl Ids {
     }
 }
 
-/// A segment that may have an id.
-struct Lead {
-    segment: i64,
-    key: Key,
-    /// Of the delivery.
-    index: usize,
-}
-
-impl Lead {
-    fn page(&self) -> i64 {
-        self.segment * PAGES + self.key.page()
-    }
-}
-
-/// A row that may have the id of a delivery.
-struct Candidate {
-    index: usize,
-    row: i64,
-}
-
-/// Looks at the rows themselves. A row that comes back costs more than one that is looked at, so the statement returns only those
-/// that are another message's; nearly always there are none.
-async fn verify(
-    connection: &mut SqliteConnection,
-    deliveries: &[&Delivery],
-    candidates: &[Candidate],
-    found: &mut [Option<Digest>],
-) -> Result<(), Error> {
-    for chunk in chunks(candidates) {
-        let sql = values(
-            "SELECT column1, CASE WHEN id = column3 THEN digest END \
-             FROM (VALUES ",
-            4,
-            chunk.len(),
-            ") LEFT JOIN processed_ids ON row = column2 WHERE id IS NOT column3 OR digest IS NOT column4",
-        );
-        let mut arguments = SqliteArguments::default();
-        for (position, candidate) in (0_i64..).zip(chunk) {
-            let delivery = deliveries[candidate.index];
-            bind(&mut arguments, position)?;
-            bind(&mut arguments, candidate.row)?;
-            bind(&mut arguments, delivery.id.clone())?;
-            bind(&mut arguments, delivery.digest.0.as_slice())?;
-        }
-        let others = sqlx::query_with(AssertSqlSafe(sql), arguments).fetch_all(&mut *connection).await;
-        let others = others.map_err(|source| Error::new(LOOKING_UP, source))?;
-        let mut digests: Vec<Option<Digest>> =
-            chunk.iter().map(|candidate| Some(deliveries[candidate.index].digest)).collect();
-        for other in others {
-            let digest: Option<&[u8]> = other.get(1);
-            digests[other.get::<i64, _>(0) as usize] = digest.map(Digest::stored);
-        }
-        for (candidate, digest) in chunk.iter().zip(digests) {
-            found[candidate.index] = found[candidate.index].or(digest);
-        }
-    }
-    Ok(())
-}
-
-/// The bytes of a page or a filter of that number, with their hash.
-fn with_check(number: i64, mut bytes: Vec<u8>) -> Vec<u8> {
-    bytes.extend(check(number, &bytes));
-    bytes
-}
-
-/// The bytes without their hash, if it is theirs.
-fn checked(number: i64, stored: &[u8]) -> Option<&[u8]> {
-    let (bytes, found) = stored.split_last_chunk()?;
-    (*found == check(number, bytes)).then_some(bytes)
-}
-
-fn check(number: i64, bytes: &[u8]) -> [u8; CHECK_BYTES] {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(&number.to_le_bytes()).update(bytes);
-    head(&hasher.finalize())
-}
-
-/// SQLite finds what is wrong with its own pages; what is wrong with ours is as bad.
+/// SQLite finds damage in its own pages. Damage in ours is as bad.
 fn damaged(what: String) -> Error {
-    Error { doing: INDEXING, class: ErrorClass::Corrupt, source: sqlx::Error::Protocol(what) }
-}
-
-/// One id in a page.
-fn entry(key: Key, offset: u32) -> u64 {
-    u64::from(key.tag()) << 32 | u64::from(offset)
-}
-
-/// A page as it is stored.
-struct Entries<'a>(&'a [[u8; 8]]);
-
-impl Entries<'_> {
-    /// How far behind the first row of the segment the rows are that the id may be in.
-    fn offsets(&self, key: Key) -> impl Iterator<Item = i64> {
-        let first = self.0.partition_point(|bytes| u64::from_le_bytes(*bytes) < entry(key, 0));
-        let entries = self.0[first..].iter().map(|bytes| u64::from_le_bytes(*bytes));
-        entries.take_while(move |found| *found <= entry(key, u32::MAX)).map(|found| found as u32).map(i64::from)
-    }
-}
-
-/// 128 bits of BLAKE3 over an id. Stored in part, so it must stay what it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key([u8; 16]);
-
-impl Hash for Key {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        let [a, b, c, d, e, f, g, h, ..] = self.0;
-        state.write_u64(u64::from_ne_bytes([a, b, c, d, e, f, g, h]));
-    }
-}
-
-/// A key is a hash already.
-#[derive(Default)]
-struct AsItIs(u64);
-
-impl Hasher for AsItIs {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.0 = self.0 << 8 | u64::from(*byte));
-    }
-
-    fn write_u64(&mut self, hash: u64) {
-        self.0 = hash;
-    }
-}
-
-impl Key {
-    fn of(id: &str) -> Self {
-        Self(head(&blake3::hash(id.as_bytes())))
-    }
-
-    /// In which of the pages of a segment the id stands.
-    fn page(self) -> i64 {
-        i64::from(self.0[0])
-    }
-
-    /// What it stands under in there.
-    fn tag(self) -> u32 {
-        let [_, a, b, c, d, ..] = self.0;
-        u32::from_be_bytes([a, b, c, d])
-    }
-
-    /// The positions of the id in a filter: a block, and in there by double hashing (Kirsch and Mitzenmacher 2006).
-    fn probes(self) -> [usize; PROBES] {
-        let [.., a, b, c, d, e, f, g, h] = self.0;
-        let block = (u64::from(u32::from_le_bytes([a, b, c, d])) * (FILTER_BITS / BLOCK) as u64) >> 32;
-        let (first, step) = (u16::from_le_bytes([e, f]), u16::from_le_bytes([g, h]) | 1);
-        std::array::from_fn(|probe| {
-            let place = first.wrapping_add(step.wrapping_mul(probe as u16));
-            block as usize * BLOCK + usize::from(place) % BLOCK
-        })
-    }
-}
-
-/// The filters of all segments, side by side: one look at a position answers for a whole group of them.
-#[derive(Default)]
-struct Filters {
-    groups: Vec<Group>,
-}
-
-struct Group {
-    /// Bit `n` of each word belongs to the segment in place `n`.
-    segments: [Option<i64>; 32],
-    positions: Box<[u32]>,
-}
-
-/// Of a byte, in a form in which four of them can be looked at at once.
-const BITS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
-
-impl Filters {
-    /// The segments that may have the id.
-    fn candidates(&self, key: Key) -> impl Iterator<Item = i64> {
-        let probes = key.probes();
-        self.groups.iter().flat_map(move |group| {
-            // Half of the probes nearly always tell, and none of those waits for another one's word to come from memory.
-            let hits = |half: &[usize]| half.iter().fold(u32::MAX, |hits, position| hits & group.positions[*position]);
-            let (first, second) = probes.split_at(PROBES / 2);
-            let hits = match hits(first) {
-                0 => 0,
-                some => some & hits(second),
-            };
-            let place = move |place: &usize| hits & 1 << place != 0;
-            (0..group.segments.len()).filter(place).filter_map(|place| group.segments[place])
-        })
-    }
-
-    fn add(&mut self, segment: i64, filter: &[u8]) {
-        let free = |group: &Group| group.segments.iter().position(Option::is_none);
-        let found = self.groups.iter().enumerate().find_map(|(group, it)| Some((group, free(it)?)));
-        let (group, place) = found.unwrap_or_else(|| {
-            self.groups.push(Group { segments: [None; 32], positions: vec![0; FILTER_BITS].into() });
-            (self.groups.len() - 1, 0)
-        });
-        let group = &mut self.groups[group];
-        group.segments[place] = Some(segment);
-        for (positions, byte) in group.positions.chunks_mut(8).zip(filter) {
-            for (position, bit) in positions.iter_mut().zip(BITS) {
-                *position |= if u32::from(*byte) & bit == 0 { 0 } else { 1 << place };
-            }
-        }
-    }
-
-    fn remove(&mut self, segment: i64) {
-        for group in &mut self.groups {
-            if let Some(place) = group.segments.iter().position(|known| *known == Some(segment)) {
-                group.segments[place] = None;
-                group.positions.iter_mut().for_each(|position| *position &= !(1 << place));
-            }
-        }
-        self.groups.retain(|group| group.segments.iter().any(Option::is_some));
-    }
-}
-
-impl fmt::Debug for Filters {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Filters").field("groups", &self.groups.len()).finish()
-    }
+    Error::new(INDEXING, ErrorClass::Corrupt, what)
 }

@@ -5,11 +5,12 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::store::{beside, give_to_owner};
+use super::open::{beside, give_to_owner, unusable};
+use crate::store::{Holder, OpenError};
 
-/// How a holder signs that ends by itself, unlike a daemon.
+/// Written by a repair, which ends by itself, unlike a daemon.
 const REPAIR: &str = ", audit --repair";
-/// How one signs that is about to end. It takes the file away when it has; the words stay behind if it was cut short.
+/// Written when a shutdown begins. A clean exit deletes the file, so finding this text means that the shutdown was interrupted.
 const STOPPING: &str = ", stopping";
 
 /// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
@@ -24,7 +25,7 @@ pub struct Lock {
 #[derive(Debug)]
 pub enum LockError {
     /// Another process has it; the text names it.
-    Held(String),
+    Held(Holder),
     Io(io::Error),
 }
 
@@ -43,7 +44,7 @@ impl Lock {
             }
             // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
             if is_still_at(&file, &path) {
-                let after_stop = holder(&mut file).ends_with(STOPPING);
+                let after_stop = signature(&mut file).ends_with(STOPPING);
                 let mut lock = Self { path, file, after_stop };
                 // Killed, we leave it behind, and the daemon must be able to take it.
                 give_to_owner(&lock.path, database);
@@ -99,34 +100,35 @@ pub fn path(database: &Path) -> PathBuf {
     beside(database, ".lock")
 }
 
-/// Whether this holder is a repair.
-pub fn is_repair(holder: &str) -> bool {
-    holder.ends_with(REPAIR)
-}
-
-/// The process that has the database, if one has it. Waits for nothing and leaves nothing behind.
-///
-/// # Errors
-/// When the lock file cannot be looked at.
-pub fn held_by(database: &Path) -> io::Result<Option<String>> {
-    let mut file = match File::open(path(database)) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
+/// The process that has the lock of the database. Waits for nothing and leaves nothing behind.
+pub fn held_by(database: &Path) -> Result<Option<Holder>, OpenError> {
+    let path = path(database);
+    let looked = match File::open(&path) {
+        Ok(mut file) => match file.try_lock() {
+            Ok(()) => Ok(None),
+            Err(std::fs::TryLockError::WouldBlock) => Ok(Some(holder(&mut file))),
+            Err(std::fs::TryLockError::Error(error)) => Err(error),
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     };
-    match file.try_lock() {
-        Ok(()) => Ok(None),
-        Err(std::fs::TryLockError::WouldBlock) => Ok(Some(holder(&mut file))),
-        Err(std::fs::TryLockError::Error(error)) => Err(error),
-    }
+    looked.map_err(|error| unusable(&path, error))
 }
 
-fn holder(file: &mut File) -> String {
+fn holder(file: &mut File) -> Holder {
+    let name = match signature(file) {
+        text if text.is_empty() => "another process".to_owned(),
+        text => text,
+    };
+    Holder { is_repair: name.ends_with(REPAIR), name }
+}
+
+/// Empty while the holder is between locking and signing.
+fn signature(file: &mut File) -> String {
     let mut text = String::new();
     match file.take(100).read_to_string(&mut text) {
-        Ok(_) if !text.is_empty() => text,
-        // The holder is between locking and signing.
-        Ok(_) | Err(_) => "another process".to_owned(),
+        Ok(_) => text,
+        Err(_) => String::new(),
     }
 }
 
@@ -169,11 +171,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let database = folder.path().join("x.db");
         let mut lock = Lock::try_acquire(&database).unwrap();
-        assert!(!is_repair(&held_by(&database).unwrap().unwrap()));
+        assert!(!held_by(&database).unwrap().unwrap().is_repair);
         lock.sign_as_repair();
-        let holder = held_by(&database).unwrap().unwrap();
-        assert_eq!(holder, format!("process {}, audit --repair", std::process::id()));
-        assert!(is_repair(&holder));
+        let name = format!("process {}, audit --repair", std::process::id());
+        assert_eq!(held_by(&database).unwrap(), Some(Holder { name, is_repair: true }));
     }
 
     #[test]
@@ -182,10 +183,11 @@ mod tests {
         let database = folder.path().join("x.db");
         let lock = Lock::try_acquire(&database).unwrap();
         match Lock::try_acquire(&database) {
-            Err(LockError::Held(holder)) => assert_eq!(holder, format!("process {}", std::process::id())),
+            Err(LockError::Held(holder)) => assert_eq!(holder.name, format!("process {}", std::process::id())),
             other => panic!("{other:?}"),
         }
-        assert_eq!(held_by(&database).unwrap(), Some(format!("process {}", std::process::id())));
+        let name = format!("process {}", std::process::id());
+        assert_eq!(held_by(&database).unwrap(), Some(Holder { name, is_repair: false }));
         drop(lock);
         assert_eq!(held_by(&database).unwrap(), None);
         drop(Lock::try_acquire(&database).unwrap());

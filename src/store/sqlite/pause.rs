@@ -8,42 +8,18 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-use crate::store::{OpenError, beside, folder, give_to_owner};
+use super::open::{beside, folder, give_to_owner, unseen};
+use crate::store::{OpenError, Pause};
 
 /// How often the daemon looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Who paused the daemon, when and why.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pause {
-    /// Empty if the marker does not say.
-    pub by: String,
-    /// RFC 3339.
-    pub at: String,
-    pub reason: Option<String>,
-}
-
-impl std::fmt::Display for Pause {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.by.is_empty() {
-            return write!(f, "by a marker that cannot be read");
-        }
-        write!(f, "by {} since {}", self.by, self.at)?;
-        self.reason.as_ref().map_or(Ok(()), |reason| write!(f, ": {reason}"))
-    }
-}
-
 /// The marker that belongs to a database.
-pub fn marker(database: &Path) -> PathBuf {
+fn marker(database: &Path) -> PathBuf {
     beside(database, ".paused")
 }
 
-/// The pause that is on, if there is one. A marker that cannot be read is one all the same.
-///
-/// # Errors
-/// When it cannot even be told whether there is a marker.
+/// The pause, if there is one. A marker that cannot be read is a pause too.
 pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
     let path = marker(database);
     match std::fs::read(&path) {
@@ -57,7 +33,7 @@ pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && path.symlink_metadata().is_ok() => {
             Ok(Some(Pause::default()))
         }
-        Err(error) => Err(OpenError::unseen(&path, error)),
+        Err(error) => Err(unseen(&path, error)),
     }
 }
 
@@ -71,19 +47,18 @@ pub async fn begins(database: &Path) {
     }
 }
 
-/// Puts the marker there, so that it is there also after a power cut. `AlreadyExists` if a pause is on.
-///
-/// # Errors
-/// Whatever the file system says.
-pub fn begin(database: &Path, pause: &Pause) -> io::Result<()> {
+/// Creates the marker, so that it survives a power cut. `false` if there is one already.
+pub fn begin(database: &Path, pause: &Pause) -> Result<bool, OpenError> {
     let path = marker(database);
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-    let written = write(file, &path, database, pause);
-    if written.is_err() {
-        // Whatever is there is a pause, and we are about to say that there is none.
-        drop(std::fs::remove_file(&path));
-    }
-    written
+    let written = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
+        Err(error) => Err(error),
+        Ok(file) => write(file, &path, database, pause).inspect_err(|_| {
+            // An incomplete marker is a pause, and this error reports that there is none.
+            drop(std::fs::remove_file(&path));
+        }),
+    };
+    written.map(|()| true).map_err(|source| OpenError::Marker { doing: "write", path, source })
 }
 
 fn write(mut file: File, path: &Path, database: &Path, pause: &Pause) -> io::Result<()> {
@@ -95,14 +70,15 @@ fn write(mut file: File, path: &Path, database: &Path, pause: &Pause) -> io::Res
     File::open(folder(path))?.sync_all()
 }
 
-/// Takes the marker away.
-///
-/// # Errors
-/// Whatever the file system says, `NotFound` if no pause is on.
-pub fn end(database: &Path) -> io::Result<()> {
+/// Deletes the marker. `false` if there is none.
+pub fn end(database: &Path) -> Result<bool, OpenError> {
     let path = marker(database);
-    std::fs::remove_file(&path)?;
-    File::open(folder(&path))?.sync_all()
+    let removed = match std::fs::remove_file(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => Err(error),
+        Ok(()) => File::open(folder(&path)).and_then(|folder| folder.sync_all()),
+    };
+    removed.map(|()| true).map_err(|source| OpenError::Marker { doing: "remove", path, source })
 }
 
 #[cfg(test)]
@@ -115,14 +91,14 @@ mod tests {
         let database = folder.path().join("x.db");
         assert_eq!(look(&database).unwrap(), None);
         let pause = Pause { by: "ops@db1".into(), at: "2026-11-29T21:00:00Z".into(), reason: Some("new disk".into()) };
-        begin(&database, &pause).unwrap();
+        assert!(begin(&database, &pause).unwrap());
         assert_eq!(look(&database).unwrap(), Some(pause.clone()));
         assert_eq!(pause.to_string(), "by ops@db1 since 2026-11-29T21:00:00Z: new disk");
-        assert_eq!(begin(&database, &pause).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert!(!begin(&database, &pause).unwrap());
         std::fs::write(marker(&database), "{").unwrap();
         assert_eq!(look(&database).unwrap().unwrap().to_string(), "by a marker that cannot be read");
-        end(&database).unwrap();
+        assert!(end(&database).unwrap());
         assert_eq!(look(&database).unwrap(), None);
-        assert_eq!(end(&database).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert!(!end(&database).unwrap());
     }
 }

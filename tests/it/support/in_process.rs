@@ -13,7 +13,7 @@ use futures_util::StreamExt;
 use order_processor::config::Config;
 use order_processor::handler::{Failure, Handler, Order};
 use order_processor::model::delivery::Delivery;
-use order_processor::store::{self, Store, Tx};
+use order_processor::store::{Connection, Store, Tx};
 use order_processor::telemetry::Telemetry;
 use order_processor::worker::worker::{Ended, Until, Worker, WorkerError};
 use sqlx::Row;
@@ -133,7 +133,8 @@ impl Seen {
 
 async fn execute(tx: &mut Tx<'_>, sql: &'static str, seen: &Seen) -> Result<(), Failure> {
     let statement = sqlx::query(sql).bind(&seen.id).bind(&seen.payload);
-    statement.execute(tx.sqlite()).await.map_err(|source| store::Error::new("writing an effect", source))?;
+    let Connection::Sqlite(connection) = tx.connection();
+    statement.execute(connection).await?;
     Ok(())
 }
 
@@ -163,7 +164,7 @@ impl Bench {
 
     pub async fn start_with_pause(&self, clerk: &Arc<Clerk>, pause: CancellationToken) -> Running {
         let config = self.spec.config();
-        let store = Store::open(&config.database.path).await.expect("the database can be opened");
+        let store = Store::open(&config.database).await.expect("the database can be opened");
         make_effects(&mut self.spec.db().open_to_write().await).await;
         let telemetry = Arc::new(Telemetry::new());
         telemetry.health.set_database(Ok(()));

@@ -1,0 +1,116 @@
+//! The values that the store takes and returns.
+
+use crate::model::id::Digest;
+
+/// Whether [`Store::open`] would find a database or create one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Presence {
+    Exists,
+    WillBeCreated,
+}
+
+/// What came of the claim of an id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// The id was free: the message must be applied.
+    New,
+    /// A message with this digest was processed under the id.
+    Processed(Digest),
+    /// The id was free, but this message, with the same digest, is a dead letter, or was one until an operator dealt with it.
+    Dead,
+}
+
+/// Runs of the handler on one message that did not succeed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Attempts {
+    /// Runs that ended in a failure.
+    pub failed: u32,
+    /// Runs that began and never ended.
+    pub started: u32,
+}
+
+impl Attempts {
+    /// With one more run that has begun.
+    pub fn begun(self) -> Self {
+        Self { started: self.started.saturating_add(1), ..self }
+    }
+
+    /// With one of the begun runs ended.
+    pub fn ended(self) -> Self {
+        Self { started: self.started.saturating_sub(1), ..self }
+    }
+}
+
+/// Which ids may be deleted. Times are in nanoseconds since 1970 UTC.
+#[derive(Clone, Copy, Debug)]
+pub struct Prunable {
+    /// Only ids that were processed before this.
+    pub before_ns: i64,
+    /// And only ids of messages that the stream no longer holds, if that counts.
+    pub gone: Option<Gone>,
+}
+
+/// What a stream no longer holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Gone {
+    pub below_seq: u64,
+    /// What was processed before the stream was created belongs to a former stream, whatever its sequence.
+    pub stream_created_ns: i64,
+}
+
+/// Row counts for operators.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Counts {
+    pub processed_ids: u64,
+    pub dead_letters: u64,
+}
+
+/// Sizes of the database on disk, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sizes {
+    pub database: u64,
+    pub wal: u64,
+}
+
+/// What a copy of the database contains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contents {
+    pub orders: i64,
+    pub processed_ids: i64,
+    pub dead_letters: i64,
+    /// The highest sequence of a message with an outcome; `None` without any.
+    pub last_stream_seq: Option<i64>,
+}
+
+/// A process that has the database.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// For example `process 17`.
+    pub name: String,
+    /// The process repairs the database and ends by itself, unlike a daemon.
+    pub is_repair: bool,
+}
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// Rows of dead letters that are still to be read.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    pub after: i64,
+    pub through: i64,
+}
+
+impl Rows {
+    pub const ALL: Self = Self { after: 0, through: i64::MAX };
+}
+
+/// Which end of [`Rows`] is read first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    OldestFirst,
+    NewestFirst,
+}

@@ -1,0 +1,345 @@
+//! The contract of the store: what each database must do that stands behind [`Store`], [`Tx`] and [`Reader`].
+//!
+//! Each test runs on every database that [`databases`] returns. A second database passes this suite before it gets a release.
+//! `ids` and `model` test the same functions with random steps, `kills` and `torture` with kill -9.
+
+use std::time::Duration;
+
+use order_processor::config::Database;
+use order_processor::handler::orders::Orders;
+use order_processor::handler::{Handler, Order};
+use order_processor::model::delivery::{Delivery, Position, Raw};
+use order_processor::model::id::Digest;
+use order_processor::model::letter::{Closed, Closing, Pile, Which};
+use order_processor::model::outcome::{Outcome, Reason};
+use order_processor::store::{
+    self, Attempts, Claim, Connection, Direction, ErrorClass, OpenError, Pause, Presence, Prunable, Reader, Rows,
+    Store, Tx,
+};
+use tempfile::TempDir;
+
+const NOW: i64 = 1_000;
+
+/// A database of each kind, new and without tables.
+fn databases() -> Vec<(TempDir, Database)> {
+    let folder = tempfile::tempdir().unwrap();
+    let sqlite = Database::Sqlite(folder.path().join("orders.db"));
+    vec![(folder, sqlite)]
+}
+
+async fn open(database: &Database) -> Store {
+    Store::open(database).await.unwrap()
+}
+
+fn delivery(id: &str, payload: &str, stream_seq: u64) -> Delivery {
+    let position = Position { delivered: 1, stream_seq, consumer_seq: 1, published_ns: 10 };
+    let headers = vec![("A".to_owned(), "1".to_owned()), ("A".to_owned(), "2".to_owned())];
+    let payload = payload.to_owned().into();
+    let raw = Raw { subject: "ORDERS.new".into(), headers, payload, position, unreadable: None };
+    let digest = Digest::of(&raw.subject, &raw.payload);
+    Delivery { raw, id: id.into(), digest, defect: None }
+}
+
+fn dead(error: &str) -> Outcome {
+    Outcome::DeadLettered { reason: Reason::Permanent, error: error.to_owned() }
+}
+
+async fn claim(store: &mut Store, deliveries: &[&Delivery]) -> Vec<Claim> {
+    let mut tx = store.begin().await.unwrap();
+    let claims = tx.claim(deliveries, NOW).await.unwrap();
+    tx.commit().await.unwrap();
+    claims
+}
+
+async fn known(store: &mut Store, delivery: &Delivery) -> Claim {
+    let mut tx = store.begin().await.unwrap();
+    let known = tx.known(&[delivery]).await.unwrap();
+    tx.commit().await.unwrap();
+    known[0]
+}
+
+async fn record(store: &mut Store, delivery: &Delivery, mut outcome: Outcome, now_ns: i64) -> Outcome {
+    let mut tx = store.begin().await.unwrap();
+    tx.record(&mut [(delivery, &mut outcome)], now_ns).await.unwrap();
+    tx.commit().await.unwrap();
+    outcome
+}
+
+async fn letters(database: &Database, of: Pile) -> Vec<(String, String)> {
+    let mut reader = Reader::open(database).await.unwrap();
+    let page = reader.page(of, &Which::default(), Rows::ALL, Direction::OldestFirst, 100).await.unwrap().0;
+    page.into_iter().map(|(_, envelope)| (envelope.id, envelope.error)).collect()
+}
+
+#[tokio::test]
+async fn a_claimed_id_is_known_with_its_digest_to_every_connection_and_after_a_restart() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let (one, two) = (delivery("a", "1", 1), delivery("b", "2", 2));
+        assert_eq!(claim(&mut store, &[&one, &two]).await, [Claim::New, Claim::New]);
+        let other = delivery("a", "another payload", 3);
+        let expected = [Claim::Processed(one.digest), Claim::Processed(two.digest), Claim::New];
+        let third = delivery("c", "3", 4);
+        assert_eq!(claim(&mut store, &[&other, &two, &third]).await, expected, "the first digest stays");
+
+        let mut beside = Store::open_beside(&database).await.unwrap();
+        assert_eq!(known(&mut beside, &other).await, Claim::Processed(one.digest));
+        let fourth = delivery("d", "4", 5);
+        assert_eq!(claim(&mut beside, &[&fourth]).await, [Claim::New]);
+        assert_eq!(
+            known(&mut store, &fourth).await,
+            Claim::Processed(fourth.digest),
+            "claimed by the other connection"
+        );
+        let mut reader = Reader::open(&database).await.unwrap();
+        let seen = reader.known(&[&third, &fourth, &delivery("e", "5", 6)]).await.unwrap();
+        assert_eq!(seen, [Claim::Processed(third.digest), Claim::Processed(fourth.digest), Claim::New]);
+        assert_eq!(reader.oldest_processed_at().await.unwrap(), Some(NOW));
+
+        store.close().await.unwrap();
+        let mut store = open(&database).await;
+        assert_eq!(known(&mut store, &fourth).await, Claim::Processed(fourth.digest));
+        assert_eq!(store.counts().await.unwrap().processed_ids, 4);
+    }
+}
+
+/// The steps of a transaction, in the order of the path.
+async fn steps(tx: &mut Tx<'_>, order: &Delivery, broken: &Delivery, count: usize) {
+    for step in 0..count {
+        match step {
+            0 => drop(tx.claim(&[order], NOW).await.unwrap()),
+            1 => Orders.apply(tx, &[Order { delivery: order, answer: None }]).await.unwrap(),
+            2 => tx.set_attempts(&broken.id, Attempts { failed: 1, started: 0 }, Some("busy"), NOW).await.unwrap(),
+            3 => tx.savepoint().await.unwrap(),
+            4 => drop(tx.claim(&[broken], NOW).await.unwrap()),
+            5 => tx.undo().await.unwrap(),
+            _ => tx.record(&mut [(broken, &mut dead("unknown product"))], NOW).await.unwrap(),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_transaction_that_ends_between_two_steps_did_nothing_and_one_that_commits_did_all() {
+    let (order, broken) = (delivery("a", "1", 1), delivery("b", "2", 2));
+    for dropped_after in 0..=7 {
+        for reopened in [false, true] {
+            for (_folder, database) in databases() {
+                let mut store = open(&database).await;
+                steps(&mut store.begin().await.unwrap(), &order, &broken, dropped_after).await;
+                if reopened {
+                    drop(store);
+                    store = open(&database).await;
+                }
+                assert_eq!(known(&mut store, &order).await, Claim::New, "dropped after {dropped_after} steps");
+                assert_eq!(known(&mut store, &broken).await, Claim::New);
+                assert_eq!(store.counts().await.unwrap(), store::Counts::default());
+                assert_eq!(rows(&mut store, "orders").await, 0);
+                assert_eq!(rows(&mut store, "attempts").await, 0);
+
+                let mut tx = store.begin().await.unwrap();
+                steps(&mut tx, &order, &broken, 7).await;
+                tx.commit().await.unwrap();
+                assert_eq!(known(&mut store, &order).await, Claim::Processed(order.digest));
+                assert_eq!(known(&mut store, &broken).await, Claim::Dead, "the claim was undone, the letter was not");
+                assert_eq!(rows(&mut store, "orders").await, 1);
+                assert_eq!(rows(&mut store, "attempts").await, 0, "the outcome deletes them");
+            }
+        }
+    }
+}
+
+async fn rows(store: &mut Store, table: &str) -> i64 {
+    let mut tx = store.begin().await.unwrap();
+    let Connection::Sqlite(connection) = tx.connection();
+    let sql = sqlx::AssertSqlSafe(format!("SELECT count(*) FROM {table}"));
+    let count = sqlx::query_scalar(sql).fetch_one(connection).await.unwrap();
+    tx.commit().await.unwrap();
+    count
+}
+
+#[tokio::test]
+async fn a_savepoint_takes_back_its_claim_and_its_effect_and_nothing_else() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let (kept, undone) = (delivery("a", "1", 1), delivery("b", "2", 2));
+        let mut tx = store.begin().await.unwrap();
+        for (order, keep) in [(&kept, true), (&undone, false)] {
+            tx.savepoint().await.unwrap();
+            assert_eq!(tx.claim(&[order], NOW).await.unwrap(), [Claim::New]);
+            Orders.apply(&mut tx, &[Order { delivery: order, answer: None }]).await.unwrap();
+            match keep {
+                true => tx.keep().await.unwrap(),
+                false => tx.undo().await.unwrap(),
+            }
+        }
+        assert_eq!(tx.known(&[&kept, &undone]).await.unwrap(), [Claim::Processed(kept.digest), Claim::New]);
+        tx.commit().await.unwrap();
+        assert_eq!(known(&mut store, &undone).await, Claim::New);
+        assert_eq!(rows(&mut store, "orders").await, 1);
+        assert_eq!(claim(&mut store, &[&undone]).await, [Claim::New], "its id is free");
+    }
+}
+
+#[tokio::test]
+async fn a_message_is_a_dead_letter_once_and_never_again_after_an_operator_closed_it() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let (broken, other) = (delivery("a", "1", 1), delivery("a", "other", 2));
+        assert_eq!(record(&mut store, &broken, dead("first"), NOW).await, dead("first"));
+        assert_eq!(record(&mut store, &broken, dead("second"), NOW).await, Outcome::Duplicate);
+        assert_eq!(known(&mut store, &broken).await, Claim::Dead);
+        assert_eq!(known(&mut store, &other).await, Claim::New, "another message under the same id");
+        assert_eq!(record(&mut store, &other, dead("third"), NOW).await, dead("third"));
+        let open_letters = [("a".to_owned(), "first".to_owned()), ("a".to_owned(), "third".to_owned())];
+        assert_eq!(letters(&database, Pile::Open).await, open_letters);
+        assert_eq!(store.counts().await.unwrap().dead_letters, 2);
+
+        let mut tx = store.begin().await.unwrap();
+        tx.set_letter_error(&other.id, other.digest, "fourth").await.unwrap();
+        let letter = tx.take_letter(&broken.id, broken.digest).await.unwrap().unwrap();
+        assert_eq!(letter.delivery().raw.payload, broken.raw.payload);
+        assert_eq!((letter.headers.clone(), letter.envelope.stream_seq), (broken.raw.headers.clone(), 1));
+        assert!(tx.take_letter(&broken.id, broken.digest).await.unwrap().is_none());
+        let closed = Closed { closing: Closing::Discarded, by: "ops".into(), at_ns: NOW, applied_id: None };
+        tx.record_closed(&letter, &closed).await.unwrap();
+        tx.commit().await.unwrap();
+        assert_eq!(known(&mut store, &broken).await, Claim::Dead);
+        assert_eq!(record(&mut store, &broken, dead("again"), NOW).await, Outcome::Duplicate);
+        assert_eq!(letters(&database, Pile::Open).await, [("a".to_owned(), "fourth".to_owned())]);
+        assert_eq!(letters(&database, Pile::Closed).await, [("a".to_owned(), "first".to_owned())]);
+    }
+}
+
+#[tokio::test]
+async fn letters_are_read_page_by_page_from_either_end() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        for id in ["a", "b", "c", "d", "e"] {
+            record(&mut store, &delivery(id, id, 1), dead(id), NOW).await;
+        }
+        let mut reader = Reader::open(&database).await.unwrap();
+        assert_eq!(reader.last_row().await.unwrap(), 5);
+        for (direction, expected) in [(Direction::OldestFirst, "abcde"), (Direction::NewestFirst, "edcba")] {
+            let (mut seen, mut left) = (String::new(), Some(Rows::ALL));
+            while let Some(rows) = left {
+                let page = reader.page(Pile::Open, &Which::default(), rows, direction, 2).await.unwrap();
+                left = page.1;
+                assert!(page.0.len() <= 2);
+                for (row, envelope) in page.0 {
+                    let letter = reader.letter(Pile::Open, row).await.unwrap().unwrap();
+                    assert_eq!(letter.payload, envelope.id);
+                    seen.push_str(&envelope.id);
+                }
+            }
+            assert_eq!(seen, expected);
+        }
+        let which = Which { ids: vec!["b".into(), "e".into()], ..Which::default() };
+        let page = reader.page(Pile::Open, &which, Rows::ALL, Direction::OldestFirst, 9).await.unwrap().0;
+        assert_eq!(page.iter().map(|(_, envelope)| &*envelope.id).collect::<Vec<_>>(), ["b", "e"]);
+    }
+}
+
+#[tokio::test]
+async fn attempts_are_counted_until_the_outcome_and_a_retry_is_none() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let order = delivery("a", "1", 1);
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.attempts("a").await.unwrap(), Attempts::default());
+        tx.set_attempts("a", Attempts::default().begun(), None, NOW).await.unwrap();
+        let attempts = Attempts { failed: 1, ..tx.attempts("a").await.unwrap() };
+        tx.set_attempts("a", attempts, Some("busy"), NOW).await.unwrap();
+        tx.commit().await.unwrap();
+        let retry = Outcome::Retry { delay: Duration::ZERO, error: "busy".to_owned() };
+        assert_eq!(record(&mut store, &order, retry.clone(), NOW).await, retry);
+        drop(store);
+
+        let mut store = open(&database).await;
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.attempts("a").await.unwrap(), Attempts { failed: 1, started: 1 });
+        tx.commit().await.unwrap();
+        record(&mut store, &order, Outcome::Applied, NOW).await;
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.attempts("a").await.unwrap(), Attempts::default());
+        tx.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_statement_that_a_constraint_refuses_blames_its_data_and_leaves_the_store_usable() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let mut tx = store.begin().await.unwrap();
+        tx.claim(&[&delivery("a", "1", 1)], NOW).await.unwrap();
+        let Connection::Sqlite(connection) = tx.connection();
+        let refused = sqlx::query("INSERT INTO orders (id) VALUES (NULL)").execute(connection).await.unwrap_err();
+        let error = store::Error::from(refused);
+        assert_eq!((error.class, error.is_about_data()), (ErrorClass::Constraint, true));
+        store.give_up(&error).await;
+        assert_eq!(claim(&mut store, &[&delivery("a", "1", 1)]).await, [Claim::New]);
+    }
+}
+
+#[tokio::test]
+async fn upkeep_deletes_the_oldest_ids_and_attempts_in_steps() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        for seq in 1..=5 {
+            let mut tx = store.begin().await.unwrap();
+            tx.claim(&[&delivery(&seq.to_string(), "1", seq)], seq as i64 * 100).await.unwrap();
+            tx.set_attempts(&format!("x{seq}"), Attempts::default().begun(), None, seq as i64 * 100).await.unwrap();
+            tx.commit().await.unwrap();
+        }
+        let prunable = Prunable { before_ns: 400, gone: None };
+        for (limit, expected, left) in [(2, 2, 3), (2, 1, 2), (2, 0, 2)] {
+            let (pruned, counts) = store.upkeep(prunable, limit).await.unwrap();
+            assert_eq!((pruned, counts.processed_ids), (expected, left));
+        }
+        assert_eq!(known(&mut store, &delivery("3", "1", 3)).await, Claim::New);
+        assert!(matches!(known(&mut store, &delivery("4", "1", 4)).await, Claim::Processed(_)));
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.attempts("x3").await.unwrap(), Attempts::default());
+        assert_eq!(tx.attempts("x4").await.unwrap(), Attempts { failed: 0, started: 1 });
+        tx.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn one_process_has_the_store_and_the_others_learn_who_it_is() {
+    for (_folder, database) in databases() {
+        assert_eq!(store::check(&database).await.unwrap(), Presence::WillBeCreated);
+        assert_eq!(store::holder(&database).unwrap(), None);
+        assert!(matches!(Store::open_again(&database).await, Err(OpenError::Database { .. })), "nothing is created");
+        assert!(matches!(Reader::open(&database).await, Err(OpenError::Missing(_))));
+        let mut store = open(&database).await;
+        assert_eq!(store::check(&database).await.unwrap(), Presence::Exists);
+        let holder = store::holder(&database).unwrap().unwrap();
+        assert_eq!((holder.name, holder.is_repair), (format!("process {}", std::process::id()), false));
+        store.sign_as_repair();
+        assert!(store::holder(&database).unwrap().unwrap().is_repair);
+        store.close().await.unwrap();
+        assert_eq!(store::holder(&database).unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn a_pause_and_a_backup_are_verbs_of_the_database() {
+    for (folder, database) in databases() {
+        let mut store = open(&database).await;
+        claim(&mut store, &[&delivery("a", "1", 7)]).await;
+        record(&mut store, &delivery("b", "2", 8), dead("no"), NOW).await;
+        assert_eq!(store::paused(&database).unwrap(), None);
+        let pause = Pause { by: "ops@db1".into(), at: "2026-11-29T21:00:00Z".into(), reason: None };
+        assert!(store::begin_pause(&database, &pause).unwrap());
+        assert!(!store::begin_pause(&database, &pause).unwrap());
+        assert_eq!(store::paused(&database).unwrap(), Some(pause));
+        store::pause_begins(&database).await;
+        assert!(store::end_pause(&database).unwrap());
+        assert!(!store::end_pause(&database).unwrap());
+
+        let copy = folder.path().join("copy");
+        let contents = store::backup(&database, &copy).await.unwrap();
+        assert_eq!((contents.processed_ids, contents.dead_letters, contents.last_stream_seq), (1, 1, Some(8)));
+        assert!(store.sizes().database > 0 && store::sizes(&database) == store.sizes());
+    }
+}
