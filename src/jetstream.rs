@@ -2,6 +2,7 @@
 
 pub mod connection;
 pub mod consumer;
+pub mod deletion;
 mod gaps;
 pub mod gate;
 pub mod given_up;

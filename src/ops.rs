@@ -21,6 +21,7 @@ pub mod run;
 pub mod setup;
 pub mod signals;
 pub mod status;
+pub mod teardown;
 
 /// Who runs this command, as `user@host`: what stays on record of what operators do.
 pub fn operator() -> String {

@@ -1,18 +1,23 @@
-//! The start gate: what must not be so about the stream and the consumer that we bind to, and what had better not be.
-//! Pure; `run` and `check` look at it before the first pull.
+//! The start gate: what must not be so about the stream and the consumer that the daemon binds to, and what is dangerous.
+//! Pure. `run` and `check` examine both before the first pull, `run` at every later look, `setup` at its end.
 
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{AckPolicy, Info as ConsumerInfo, PriorityPolicy};
-use async_nats::jetstream::stream::{Info as StreamInfo, StorageType};
+use async_nats::jetstream::stream::{Info as StreamInfo, RetentionPolicy, StorageType};
 
+use super::deletion;
 use crate::config::Config;
 
-/// What the server gives a consumer that is made without the setting (nats-server 2.15). Enough for a steady flow, so no reason
-/// for a warning.
-const SERVER_MAX_ACK_PENDING: usize = 1000;
+mod consumer;
+mod stream;
 
-/// Something about the server's side that is wrong, with both values and the command that mends it.
+pub use stream::unauditable;
+
+/// The shortest `ack_wait` that the daemon can keep a delivery alive with.
+pub const ACK_WAIT_MIN: Duration = Duration::from_secs(1);
+
+/// Something on the server that is wrong, with both values and the command that corrects it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub severity: Severity,
@@ -21,9 +26,9 @@ pub struct Finding {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
-    /// Orders could be lost or never come again: the daemon does not start.
+    /// Orders could be lost or never be delivered: the daemon does not start.
     Refused,
-    /// It works, and will hurt some day.
+    /// The daemon works, and the operator must know the danger.
     Warned,
 }
 
@@ -36,7 +41,7 @@ impl Severity {
     }
 }
 
-/// Our own settings that the consumer must fit.
+/// Our own settings that the consumer must suit.
 #[derive(Clone, Copy, Debug)]
 pub struct Expectations {
     pub retry_max_attempts: u32,
@@ -51,101 +56,113 @@ impl Expectations {
 
 /// All findings, the refusals first.
 pub fn examine(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding> {
-    let mut findings = refusals(consumer, ours);
-    findings.extend(consumer_warnings(consumer, ours));
-    findings.extend(stream_warnings(stream));
+    let refused = |text| Finding { severity: Severity::Refused, text };
+    let warned = |text| Finding { severity: Severity::Warned, text };
+    let mut findings: Vec<Finding> = refusals(stream, consumer, ours).into_iter().map(refused).collect();
+    findings.extend(consumer::warnings(stream, consumer, ours).into_iter().map(warned));
+    findings.extend(stream::warnings(stream).into_iter().map(warned));
     findings
 }
 
-fn refusals(consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding> {
-    let (stream, name, config) = (&consumer.stream_name, &consumer.name, &consumer.config);
-    let recreate = format!("run `nats consumer rm {stream} {name}`, then `order-processor setup`");
+/// What only another consumer corrects comes alone: the new consumer has none of the other faults.
+fn refusals(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expectations) -> Vec<String> {
+    let replaced = replaceable(stream, consumer);
+    if replaced.is_empty() { editable(stream, consumer, ours) } else { replaced }
+}
+
+fn replaceable(stream: &StreamInfo, consumer: &ConsumerInfo) -> Vec<String> {
+    let (name, config) = (&consumer.name, &consumer.config);
+    let recreate = deletion::advice(stream, consumer);
     let mut found = Vec::new();
-    let mut refuse = |text: String| found.push(Finding { severity: Severity::Refused, text });
     if let Some(subject) = &config.deliver_subject {
-        refuse(format!(
+        found.push(format!(
             "consumer {name} is a push consumer (delivers to {subject}), a pull consumer is needed: {recreate}"
         ));
     }
     if config.ack_policy != AckPolicy::Explicit {
         let policy = format!("{:?}", config.ack_policy).to_lowercase();
-        refuse(format!("consumer {name} has ack policy {policy}, explicit is needed: {recreate}"));
-    }
-    if config.headers_only {
-        refuse(format!("consumer {name} delivers headers only, the payload is needed: {recreate}"));
+        found.push(format!("consumer {name} has ack policy {policy}, explicit is needed: {recreate}"));
     }
     if config.priority_policy != PriorityPolicy::None {
-        refuse(format!("consumer {name} hands out by priority groups, which are not supported: {recreate}"));
+        found.push(format!("consumer {name} delivers by priority groups, which are not supported: {recreate}"));
     }
-    if config.ack_wait < Duration::from_secs(1) {
-        let ack_wait = humantime::format_duration(config.ack_wait);
-        refuse(format!(
-            "consumer {name} has ack_wait {ack_wait}, at least 1s is needed: run `nats consumer edit {stream} {name} --wait=30s`"
+    if consumer_dies_with_the_server(stream, consumer) {
+        let stream = &stream.config.name;
+        found.push(format!(
+            "consumer {name} is stored in memory, and stream {stream} has retention interest: a server restart deletes the \
+             consumer, and with it the messages that wait for it: {recreate}"
+        ));
+    }
+    found
+}
+
+fn editable(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expectations) -> Vec<String> {
+    let (name, config) = (&consumer.name, &consumer.config);
+    let mut found = Vec::new();
+    if config.headers_only {
+        found.push(format!(
+            "consumer {name} delivers headers only, the payload is needed: run \
+             `order-processor setup --update --unset headers-only`"
+        ));
+    }
+    if config.ack_wait < ACK_WAIT_MIN {
+        let (ack_wait, least) = (humantime::format_duration(config.ack_wait), humantime::format_duration(ACK_WAIT_MIN));
+        found.push(format!(
+            "consumer {name} has ack_wait {ack_wait}, at least {least} is needed: run \
+             `order-processor setup --update --ack-wait 30s`"
         ));
     }
     let attempts = ours.retry_max_attempts;
     if config.max_deliver > 0 && config.max_deliver <= i64::from(attempts) {
-        refuse(format!(
-            "consumer {name} has max_deliver {}, more than retry.max_attempts {attempts} is needed: \
-             run `nats consumer edit {stream} {name} --max-deliver=-1`, or lower retry.max_attempts",
+        found.push(format!(
+            "consumer {name} has max_deliver {}, more than retry.max_attempts {attempts} is needed: run \
+             `order-processor setup --update --unset max-deliver`, or lower retry.max_attempts",
             config.max_deliver
         ));
+    }
+    if stream.config.retention == RetentionPolicy::Interest
+        && let Some(fault) = inactivity(stream, consumer)
+    {
+        found.push(fault);
     }
     found
 }
 
-fn consumer_warnings(consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding> {
-    let (stream, name, config) = (&consumer.stream_name, &consumer.name, &consumer.config);
-    let mut found = Vec::new();
-    let mut warn = |text: String| found.push(Finding { severity: Severity::Warned, text });
-    if config.max_deliver > 0 && config.max_deliver > i64::from(ours.retry_max_attempts) {
-        warn(format!(
-            "consumer {name} has max_deliver {}: deliveries lost to restarts and disconnects count too, and after the last one the \
-             server gives up silently; run `nats consumer edit {stream} {name} --max-deliver=-1`",
-            config.max_deliver
-        ));
+/// What is wrong with a durable that the server deletes when nobody pulls for a while.
+fn inactivity(stream: &StreamInfo, consumer: &ConsumerInfo) -> Option<String> {
+    let (name, config) = (&consumer.name, &consumer.config);
+    if config.inactive_threshold.is_zero() {
+        return None;
     }
-    let batch = ours.batch_max_messages;
-    let few = batch.min(SERVER_MAX_ACK_PENDING);
-    if config.max_ack_pending > 0 && usize::try_from(config.max_ack_pending).is_ok_and(|pending| pending < few) {
-        warn(format!(
-            "consumer {name} has max_ack_pending {}, less than batch.max_messages {batch}: batches stay smaller; \
-             run `nats consumer edit {stream} {name} --max-pending={}`, or lower batch.max_messages",
-            config.max_ack_pending,
-            batch * 2
-        ));
-    }
-    if config.max_bytes > 0 {
-        warn(format!(
-            "consumer {name} allows pulls of at most {} bytes: a larger message blocks it for ever; recreate the consumer without \
-             max_bytes: `nats consumer rm {stream} {name}`, then `order-processor setup`",
-            config.max_bytes
-        ));
-    }
-    if !config.backoff.is_empty() {
-        warn(format!(
-            "consumer {name} has a backoff list: the server adds it to retry delays (allowed for as far as can be) and it replaces \
-             ack_wait; recreate the consumer without one: `nats consumer rm {stream} {name}`, then `order-processor setup`"
-        ));
-    }
-    found
+    let threshold = humantime::format_duration(config.inactive_threshold);
+    let limits = stream.config.consumer_limits.as_ref();
+    // The server gives its limit to a consumer that has no threshold.
+    let unset = match limits.is_some_and(|limits| !limits.inactive_threshold.is_zero()) {
+        true => "consumer-limits,inactive-threshold",
+        false => "inactive-threshold",
+    };
+    let effect = match stream.config.retention {
+        RetentionPolicy::Interest => {
+            "and with the consumer every order that waits for it (retention interest), for example during a pause of the daemon"
+        }
+        RetentionPolicy::Limits | RetentionPolicy::WorkQueue => {
+            "for example during a pause of the daemon: its position is then lost, and its orders wait until it is created again"
+        }
+    };
+    Some(format!(
+        "consumer {name} has inactive_threshold {threshold}: the server deletes it after {threshold} without a pull, {effect}; run \
+         `order-processor setup --update --unset {unset}`"
+    ))
 }
 
-fn stream_warnings(stream: &StreamInfo) -> Vec<Finding> {
-    let config = &stream.config;
-    let name = &config.name;
-    let mut found = Vec::new();
-    let mut warn = |text: String| found.push(Finding { severity: Severity::Warned, text });
-    if config.max_bytes <= 0 && config.max_age.is_zero() {
-        warn(format!(
-            "stream {name} has neither max_bytes nor max_age and will fill the server's disk; \
-             run `nats stream edit {name} --max-age=30d --max-bytes=10GB`"
-        ));
-    }
-    if config.storage == StorageType::Memory {
-        warn(format!(
-            "stream {name} is stored in memory: a server restart loses every order in it; recreate it with --storage=file"
-        ));
-    }
-    found
+/// For `pause`: what the server does to the consumer while nobody pulls.
+pub fn during_a_pause(stream: &StreamInfo, consumer: &ConsumerInfo) -> Option<String> {
+    inactivity(stream, consumer)
+}
+
+/// A stream in memory dies as well; the warning about that says more.
+fn consumer_dies_with_the_server(stream: &StreamInfo, consumer: &ConsumerInfo) -> bool {
+    consumer.config.memory_storage
+        && stream.config.storage == StorageType::File
+        && stream.config.retention == RetentionPolicy::Interest
 }

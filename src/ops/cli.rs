@@ -19,11 +19,12 @@ use crate::ops::pause::PauseArgs;
 use crate::ops::publish::PublishArgs;
 use crate::ops::reference::ReferenceArgs;
 use crate::ops::run::RunError;
-use crate::ops::setup::{SetupArgs, TeardownArgs};
+use crate::ops::setup::{Outcome, SetupArgs};
 use crate::ops::status::StatusArgs;
+use crate::ops::teardown::TeardownArgs;
 use crate::ops::{
     audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, reference, run, setup,
-    status,
+    status, teardown,
 };
 use crate::store::OpenError;
 use crate::telemetry::log;
@@ -62,9 +63,10 @@ enum Command {
     Check,
     /// Print the effective settings and where each came from
     Config(ConfigArgs),
-    /// Create the stream and the consumer where they are missing; exit 2 if `run` would refuse what is there
+    /// Create the stream and the consumer if they are missing, or change them on request; exit 1 if what exists differs from
+    /// the options, 2 if `run` would refuse the consumer
     Setup(SetupArgs),
-    /// Delete the stream with all its messages (asks first), or only the consumer
+    /// Delete the stream with all its messages, or only the consumer; shows what is lost and asks first
     Teardown(TeardownArgs),
     /// Publish orders
     Publish(PublishArgs),
@@ -182,11 +184,12 @@ async fn dispatch(
         },
         Command::Config(args) => answer(config::run(&loaded, args.json, &mut out).map(|()| true)),
         Command::Setup(args) => match setup::setup(&settings, args, &mut out).await {
-            Ok(true) => ExitCode::SUCCESS,
-            Ok(false) => ExitCode::from(OPERATOR),
+            Ok(Outcome::Good) => ExitCode::SUCCESS,
+            Ok(Outcome::Differs) => ExitCode::from(FAILED),
+            Ok(Outcome::Refused) => ExitCode::from(OPERATOR),
             Err(error) => fail(FAILED, &chain(&error)),
         },
-        Command::Teardown(args) => match setup::teardown(&settings, args, &mut out).await {
+        Command::Teardown(args) => match teardown::teardown(&settings, args, &mut out).await {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => fail(FAILED, &chain(&error)),
         },

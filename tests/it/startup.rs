@@ -69,7 +69,7 @@ async fn a_push_consumer_is_refused() {
         })
         .await;
     let spec = DaemonSpec::new(server.url());
-    refused(&spec, &["push", "pull", "nats consumer rm ORDERS order-processor", "order-processor setup"]).await;
+    refused(&spec, &["push", "pull", "order-processor setup --recreate"]).await;
 }
 
 #[tokio::test]
@@ -82,21 +82,24 @@ async fn consumers_that_would_lose_orders_are_refused_with_the_command() {
     let cases: [(consumer::pull::Config, &[&str]); 5] = [
         (
             consumer::pull::Config { ack_policy: consumer::AckPolicy::None, ..story.clone() },
-            &["ack policy none", "explicit", "order-processor setup"],
+            &["ack policy none", "explicit", "order-processor setup --recreate"],
         ),
         (
             consumer::pull::Config { ack_policy: consumer::AckPolicy::All, ..story.clone() },
-            &["ack policy all", "explicit", "order-processor setup"],
+            &["ack policy all", "explicit", "order-processor setup --recreate"],
         ),
         (
             consumer::pull::Config { max_deliver: 5, ..story.clone() },
-            &["max_deliver 5", "retry.max_attempts 5", "nats consumer edit ORDERS order-processor"],
+            &["max_deliver 5", "retry.max_attempts 5", "setup --update --unset max-deliver"],
         ),
         (
             consumer::pull::Config { ack_wait: Duration::from_millis(500), ..story.clone() },
-            &["ack_wait 500ms", "1s", "nats consumer edit ORDERS order-processor"],
+            &["ack_wait 500ms", "1s", "setup --update --ack-wait 30s"],
         ),
-        (consumer::pull::Config { headers_only: true, ..story.clone() }, &["headers", "order-processor setup"]),
+        (
+            consumer::pull::Config { headers_only: true, ..story.clone() },
+            &["headers", "setup --update --unset headers-only"],
+        ),
     ];
     for (config, words) in cases {
         broker.create_consumer(config.clone()).await;

@@ -116,7 +116,7 @@ async fn teardown_asks_first() {
     let again = spec.run(&["teardown", "--consumer-only"]).await;
     assert_eq!(again.complaints(), ["order-processor: stream ORDERS does not exist"]);
     broker.create(stream_config(), consumer_config()).await;
-    spec.run_ok(&["teardown", "--consumer-only"]).await;
+    spec.run_ok(&["teardown", "--consumer-only", "--yes"]).await;
     let again = spec.run(&["teardown", "--consumer-only"]).await;
     assert_eq!(again.complaints(), ["order-processor: consumer order-processor of stream ORDERS does not exist"]);
 }

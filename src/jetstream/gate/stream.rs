@@ -1,0 +1,107 @@
+//! What the gate warns of in a stream.
+
+use async_nats::jetstream::stream::{DiscardPolicy, Info as StreamInfo, RetentionPolicy, StorageType};
+
+pub(super) fn warnings(stream: &StreamInfo) -> Vec<String> {
+    let config = &stream.config;
+    let name = &config.name;
+    let mut found = Vec::new();
+    if config.max_bytes <= 0 && config.max_age.is_zero() {
+        found.push(format!(
+            "stream {name} has neither max_bytes nor max_age and will fill the server's disk; run \
+             `order-processor setup --update --max-age 30d --max-bytes 10GiB`"
+        ));
+    }
+    if config.storage == StorageType::Memory {
+        found.push(format!(
+            "stream {name} is stored in memory: a server restart loses every order in it; recreate it with storage file"
+        ));
+    }
+    found.extend(removals(stream));
+    found.extend(other_than_orders(stream));
+    found.extend(sources(stream));
+    found
+}
+
+/// Settings that remove orders before they are processed, other than the ordinary limits.
+fn removals(stream: &StreamInfo) -> Vec<String> {
+    let config = &stream.config;
+    let name = &config.name;
+    let mut found = Vec::new();
+    let refuses_new = config.discard == DiscardPolicy::New && config.discard_new_per_subject;
+    if config.max_messages_per_subject > 0 && !refuses_new {
+        found.push(format!(
+            "stream {name} has max_msgs_per_subject {}: the server removes the oldest orders of a subject above this number, \
+             processed or not; remove the limit",
+            config.max_messages_per_subject
+        ));
+    }
+    if config.allow_message_ttl {
+        found.push(format!(
+            "stream {name} has allow_msg_ttl: the server removes a message with a Nats-TTL header at the end of its time, processed \
+             or not; publishers must not set the header on orders"
+        ));
+    }
+    if config.allow_rollup {
+        found.push(format!(
+            "stream {name} has allow_rollup_hdrs: a message with a Nats-Rollup header removes earlier orders, processed or not; \
+             publishers must not set the header"
+        ));
+    }
+    found
+}
+
+/// Features that put messages into the stream that are not orders.
+fn other_than_orders(stream: &StreamInfo) -> Vec<String> {
+    let config = &stream.config;
+    let name = &config.name;
+    let mut found = Vec::new();
+    if config.subject_delete_marker_ttl.is_some_and(|ttl| !ttl.is_zero()) {
+        found.push(format!(
+            "stream {name} has subject_delete_marker_ttl: the server stores an empty message (Nats-Marker-Reason) when the last \
+             message of a subject expires; such a marker is not an order"
+        ));
+    }
+    if config.allow_message_schedules {
+        found.push(format!(
+            "stream {name} has allow_msg_schedules: a message with a Nats-Schedule header is a definition, from which the server \
+             publishes the order later; publish definitions on subjects that the consumer does not deliver"
+        ));
+    }
+    if config.allow_message_counter {
+        found.push(format!(
+            "stream {name} has allow_msg_counter: each message of it is a counter with the new total, not an order"
+        ));
+    }
+    found
+}
+
+fn sources(stream: &StreamInfo) -> Option<String> {
+    let config = &stream.config;
+    let sources: Vec<&str> = config.sources.iter().flatten().map(|source| source.name.as_str()).collect();
+    if sources.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "stream {} has sources ({}): a message that is copied again, for example after an edit of a source, has a new sequence, so \
+         only its Nats-Msg-Id or inbox.id_pointer shows that it is the same order; two sources must not use the same ids",
+        config.name,
+        sources.join(", ")
+    ))
+}
+
+/// Why `audit` cannot find the orders that the database lost, if it cannot.
+pub fn unauditable(stream: &StreamInfo) -> Option<String> {
+    let (name, retention) = (
+        &stream.config.name,
+        match stream.config.retention {
+            RetentionPolicy::Limits => return None,
+            RetentionPolicy::Interest => "interest",
+            RetentionPolicy::WorkQueue => "workqueue",
+        },
+    );
+    Some(format!(
+        "stream {name} has retention {retention}: the server deletes a message after its acknowledgement, so `audit` cannot find an \
+         order that is acknowledged and not in the database"
+    ))
+}

@@ -1,0 +1,148 @@
+//! The start gate: what it refuses and what it warns of, on the real server.
+
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::{DeliverPolicy, ReplayPolicy, pull};
+use async_nats::jetstream::stream::{self, ConsumerLimits, RetentionPolicy};
+
+use crate::support::nats::{consumer_config, stream_config};
+use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
+
+async fn bench(stream: stream::Config, consumer: pull::Config) -> (NatsServer, Broker, DaemonSpec) {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.create(stream, consumer).await;
+    let spec = DaemonSpec::new(server.url());
+    (server, broker, spec)
+}
+
+fn retained(retention: RetentionPolicy) -> stream::Config {
+    stream::Config { retention, ..stream_config() }
+}
+
+/// Exit code 2 of `run`, 1 of `check`, and these words in both.
+async fn refused(spec: &DaemonSpec, words: &[&str]) {
+    let (run, check) = (spec.run(&["run"]).await, spec.run(&["check"]).await);
+    assert_eq!((run.code, check.code), (Some(2), Some(1)), "{run:?}");
+    for word in words {
+        assert!(run.stderr.contains(word), "no {word:?}: {run:?}");
+        assert!(check.stdout.contains(word), "no {word:?}: {check:?}");
+    }
+}
+
+/// `run` starts and logs a warning with these words, `check` exits 0 and prints them.
+async fn warned(spec: &DaemonSpec, words: &[&str]) {
+    let check = spec.run_ok(&["check"]).await;
+    let worker = spec.run_ok(&["run", "--until-idle"]).await;
+    for word in words {
+        assert!(
+            check.stdout.lines().any(|line| line.contains("warning") && line.contains(word)),
+            "no {word:?}: {check:?}"
+        );
+        assert!(
+            worker.stderr.lines().any(|line| line.contains("WARN") && line.contains(word)),
+            "no {word:?}: {worker:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_durable_that_the_server_deletes_is_refused_on_interest_retention_and_warned_of_elsewhere() {
+    let fleeting = pull::Config { inactive_threshold: Duration::from_secs(3600), ..consumer_config() };
+    let words = ["inactive_threshold 1h", "setup --update --unset inactive-threshold"];
+    let (_server, _, spec) = bench(retained(RetentionPolicy::Interest), fleeting.clone()).await;
+    refused(&spec, &words).await;
+    spec.run_ok(&["setup", "--update", "--unset", "inactive-threshold"]).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    for retention in [RetentionPolicy::Limits, RetentionPolicy::WorkQueue] {
+        let (_server, _, spec) = bench(retained(retention), fleeting.clone()).await;
+        warned(&spec, &words).await;
+    }
+}
+
+#[tokio::test]
+async fn an_inherited_inactive_threshold_is_refused_with_both_settings_to_remove() {
+    let limits = ConsumerLimits { inactive_threshold: Duration::from_secs(3600), max_ack_pending: 0 };
+    let stream = stream::Config { consumer_limits: Some(limits), ..retained(RetentionPolicy::Interest) };
+    let (_server, broker, spec) = bench(stream, consumer_config()).await;
+    refused(&spec, &["inactive_threshold 1h", "setup --update --unset consumer-limits,inactive-threshold"]).await;
+    spec.run_ok(&["setup", "--update", "--unset", "consumer-limits,inactive-threshold"]).await;
+    assert!(broker.consumer_info().await.config.inactive_threshold.is_zero());
+    spec.run_ok(&["run", "--until-idle"]).await;
+}
+
+#[tokio::test]
+async fn a_consumer_in_memory_is_refused_on_interest_retention_because_a_restart_loses_its_orders() {
+    let fleeting = pull::Config { memory_storage: true, ..consumer_config() };
+    let (_server, _, spec) = bench(stream_config(), fleeting.clone()).await;
+    warned(&spec, &["stored in memory"]).await;
+
+    let (mut server, broker, spec) = bench(retained(RetentionPolicy::Interest), fleeting).await;
+    refused(&spec, &["stored in memory", "setup --recreate"]).await;
+    broker.publish_numbered(1..=5).await;
+    server.stop().await;
+    server.restart().await;
+    eventually("the consumer is gone", PATIENCE, async || equal(broker.try_consumer_info().await.is_err(), true)).await;
+}
+
+#[tokio::test]
+async fn a_consumer_that_skips_orders_or_slows_them_down_is_warned_of() {
+    let policies = [
+        (DeliverPolicy::New, "deliver policy new: it never delivers messages from before"),
+        (DeliverPolicy::Last, "deliver policy last: it never delivers"),
+        (DeliverPolicy::LastPerSubject, "deliver policy last_per_subject: it never delivers"),
+        (
+            DeliverPolicy::ByStartSequence { start_sequence: 100 },
+            "by_start_sequence 100: it never delivers messages below sequence 100; the stream ends at 0",
+        ),
+    ];
+    for (deliver_policy, word) in policies {
+        let filter_subject =
+            if deliver_policy == DeliverPolicy::LastPerSubject { "ORDERS.*".into() } else { String::new() };
+        let consumer = pull::Config { deliver_policy, filter_subject, ..consumer_config() };
+        let (_server, _, spec) = bench(stream_config(), consumer).await;
+        warned(&spec, &[word]).await;
+    }
+    let slow = pull::Config { replay_policy: ReplayPolicy::Original, max_waiting: 1, ..consumer_config() };
+    let (_server, _, spec) = bench(stream_config(), slow).await;
+    warned(&spec, &["replay policy original", "max_waiting 1"]).await;
+}
+
+#[tokio::test]
+async fn stream_settings_that_remove_orders_or_add_what_is_not_an_order_are_warned_of() {
+    let stream = stream::Config {
+        max_messages_per_subject: 10,
+        allow_message_ttl: true,
+        allow_rollup: true,
+        allow_message_schedules: true,
+        subject_delete_marker_ttl: Some(Duration::from_secs(60)),
+        ..stream_config()
+    };
+    let (_server, _, spec) = bench(stream, consumer_config()).await;
+    let words = ["max_msgs_per_subject 10", "Nats-TTL", "Nats-Rollup", "Nats-Schedule", "Nats-Marker-Reason"];
+    warned(&spec, &words).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_refuses_new_messages_of_a_full_subject_removes_none_and_is_not_warned_of() {
+    let stream = stream::Config {
+        max_messages_per_subject: 10,
+        discard: stream::DiscardPolicy::New,
+        discard_new_per_subject: true,
+        ..stream_config()
+    };
+    let (_server, _, spec) = bench(stream, consumer_config()).await;
+    let check = spec.run_ok(&["check"]).await;
+    assert!(!check.stdout.contains("max_msgs_per_subject"), "{check:?}");
+}
+
+#[tokio::test]
+async fn a_stream_with_sources_is_warned_of() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let upstream = stream::Config { name: "SHOP".into(), subjects: vec!["SHOP.*".into()], ..stream_config() };
+    broker.jetstream.create_stream(upstream).await.unwrap();
+    let source = stream::Source { name: "SHOP".into(), ..Default::default() };
+    broker.create(stream::Config { sources: Some(vec![source]), ..stream_config() }, consumer_config()).await;
+    warned(&DaemonSpec::new(server.url()), &["sources (SHOP)"]).await;
+}
