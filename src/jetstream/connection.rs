@@ -13,6 +13,7 @@ use super::secrets::{self, FileError};
 use crate::config::{Auth, Nats};
 use crate::telemetry::Telemetry;
 use crate::telemetry::metrics::NatsErrorKind;
+use crate::telemetry::status::Component;
 
 /// Replies to us, and deliveries, come to subjects below this one; the least permission set names it.
 pub const INBOX_PREFIX: &str = "_INBOX.order-processor";
@@ -279,7 +280,7 @@ async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &[Server]) {
     if telemetry.is_news(&cause) {
         tracing::warn!(%cause, "not connected, trying again");
     }
-    telemetry.connected(Err(cause));
+    telemetry.health.report(Component::Nats, Err(cause));
 }
 
 /// All that a command wants to know: it can do without the advisories.
@@ -301,7 +302,7 @@ fn note(telemetry: &Telemetry, event: &Event) {
         }
         Event::Disconnected => {
             tracing::warn!("disconnected from the server, reconnecting");
-            telemetry.connected(Err("disconnected from the server".to_owned()));
+            telemetry.health.report(Component::Nats, Err("disconnected from the server".to_owned()));
         }
         Event::LameDuckMode => tracing::warn!("the server is about to shut down (lame duck mode)"),
         Event::Draining | Event::Closed => {}
@@ -337,7 +338,7 @@ fn note(telemetry: &Telemetry, event: &Event) {
             telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
             // Of the others we can do without some; those that we cannot do without show by themselves.
             if is_ack {
-                telemetry.health.set_acks(Err(format!("the server denies us a subject: {text}")));
+                telemetry.health.report(Component::Acks, Err(format!("the server denies us a subject: {text}")));
             } else if subject.contains("$JS.API.CONSUMER.MSG.NEXT") {
                 telemetry.pulls_denied(format!("the server denies us a subject: {text}"));
             } else {

@@ -32,6 +32,7 @@ use crate::model::outcome::Acknowledgement;
 use crate::model::text::chain;
 use crate::model::view::ConsumerView;
 use crate::telemetry::metrics::NatsErrorKind;
+use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
 
 /// The server says that a pull is alive this often; two missed ones mean that it is not.
@@ -423,14 +424,14 @@ impl Consumer {
         self.note_pause(&found.consumer);
         let ack_floor = found.consumer.ack_floor.stream_sequence;
         tracing::info!(%stream, %consumer, ack_floor, pending = found.consumer.num_pending, "bound");
-        self.telemetry.health.set_bound(Ok(()));
+        self.telemetry.health.report(Component::Consumer, Ok(()));
         let view = found.view();
         if first || another_stream || another_consumer {
             // Where this consumer stands is none of our doing.
             self.ack_floor = view.ack_floor_consumer_seq;
         }
         self.note_ack_floor(&view);
-        self.telemetry.consumer_seen(&view);
+        self.telemetry.health.set_consumer(view.clone());
         if another_stream || another_consumer {
             // They are about the one before.
             self.advised.clear();
@@ -476,7 +477,7 @@ impl Consumer {
         self.note_pause(&found.consumer);
         let view = found.view();
         self.note_ack_floor(&view);
-        self.telemetry.consumer_seen(&view);
+        self.telemetry.health.set_consumer(view.clone());
         let edited = match &mut self.state {
             State::Bound(session) => session.follow(found),
             State::Down { .. } | State::Binding(_) => None,
@@ -487,7 +488,7 @@ impl Consumer {
     /// A floor that has risen shows that the server takes our acknowledgements, whatever it denied before.
     fn note_ack_floor(&mut self, view: &ConsumerView) {
         if view.ack_floor_consumer_seq > self.ack_floor {
-            self.telemetry.health.set_acks(Ok(()));
+            self.telemetry.health.report(Component::Acks, Ok(()));
         }
         self.ack_floor = view.ack_floor_consumer_seq;
     }
@@ -585,7 +586,9 @@ impl Consumer {
             cause += &format!("; the server denies us a subject: {denied}");
         }
         match error {
-            BindError::Connect(_) | BindError::ClientDead => self.telemetry.connected(Err(cause.clone())),
+            BindError::Connect(_) | BindError::ClientDead => {
+                self.telemetry.health.report(Component::Nats, Err(cause.clone()))
+            }
             BindError::NoStream { .. }
             | BindError::NoConsumer { .. }
             | BindError::NoJetStream
@@ -605,7 +608,7 @@ impl Consumer {
         if self.reminder.is_due(&cause) {
             tracing::warn!(%cause, "not bound, trying again");
         }
-        self.telemetry.health.set_bound(Err(cause));
+        self.telemetry.health.report(Component::Consumer, Err(cause));
         let delay = RETRY_DELAY_MIN * (1 << self.failures.min(6));
         self.failures += 1;
         self.state =
@@ -625,7 +628,7 @@ impl Consumer {
         } else {
             tracing::info!(cause = %trouble.cause, "looking at stream and consumer again");
         }
-        self.telemetry.health.set_bound(Err(trouble.cause));
+        self.telemetry.health.report(Component::Consumer, Err(trouble.cause));
         self.state = State::Down { until: Instant::now() };
     }
 
@@ -968,7 +971,7 @@ async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>
         Some(link) => link,
         None => connect(&config, telemetry.clone()).await.map_err(|error| (None, error))?,
     };
-    telemetry.connected(Ok(()));
+    telemetry.health.report(Component::Nats, Ok(()));
     // A server that shuts down says so before it closes: an answer that will never come must not be waited for.
     let found = tokio::select! {
         found = inspect(link.client.clone(), config.clone()) => found,

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use crate::model::label::Label;
+use crate::model::label::{Label, label};
 
 /// What one run over one message came to.
 ///
@@ -44,78 +44,33 @@ impl Outcome {
     }
 }
 
-/// [`Outcome`] without its data, for metrics and logs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OutcomeKind {
-    Applied,
-    Duplicate,
-    Retry,
-    DeadLettered,
-}
-
-impl Label for OutcomeKind {
-    const KEY: &'static str = "outcome";
-    const ALL: &'static [Self] = &[Self::Applied, Self::Duplicate, Self::Retry, Self::DeadLettered];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Applied => "applied",
-            Self::Duplicate => "duplicate",
-            Self::Retry => "retry",
-            Self::DeadLettered => "dead-lettered",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// [`Outcome`] without its data, for metrics and logs.
+    pub enum OutcomeKind: "outcome" {
+        Applied = "applied",
+        Duplicate = "duplicate",
+        Retry = "retry",
+        DeadLettered = "dead-lettered",
     }
 }
 
-/// Why a message went to the dead letters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The handler said that no repetition will help.
-    Permanent,
-    /// A known message id came with another subject or payload: another order under a used id.
-    Conflict,
-    /// The id pointer or the handler needs JSON, and the payload is none.
-    Undecodable,
-    /// The client cannot parse its headers; it was fetched raw.
-    Unreadable,
-    /// `retry.max_attempts` runs of the handler failed.
-    AttemptsExhausted,
-    /// `retry.max_attempts` runs of the handler started and never ended: it takes the process down.
-    CrashLoop,
-    /// It failed on the last delivery that the consumer's `max_deliver` allows, or that one got lost and the server gave it up.
-    LastDelivery,
-}
-
-impl Label for Reason {
-    const KEY: &'static str = "reason";
-    const ALL: &'static [Self] = &[
-        Self::Permanent,
-        Self::Conflict,
-        Self::Undecodable,
-        Self::Unreadable,
-        Self::AttemptsExhausted,
-        Self::CrashLoop,
-        Self::LastDelivery,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Permanent => "permanent",
-            Self::Conflict => "conflict",
-            Self::Undecodable => "undecodable",
-            Self::Unreadable => "unreadable",
-            Self::AttemptsExhausted => "attempts_exhausted",
-            Self::CrashLoop => "crash_loop",
-            Self::LastDelivery => "last_delivery",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// Why a message went to the dead letters.
+    pub enum Reason: "reason" {
+        /// The handler said that no repetition will help.
+        Permanent = "permanent",
+        /// A known message id came with another subject or payload: another order under a used id.
+        Conflict = "conflict",
+        /// The id pointer or the handler needs JSON, and the payload is none.
+        Undecodable = "undecodable",
+        /// The client cannot parse its headers; it was fetched raw.
+        Unreadable = "unreadable",
+        /// `retry.max_attempts` runs of the handler failed.
+        AttemptsExhausted = "attempts_exhausted",
+        /// `retry.max_attempts` runs of the handler started and never ended: it takes the process down.
+        CrashLoop = "crash_loop",
+        /// It failed on the last delivery that the consumer's `max_deliver` allows, or that one got lost and the server gave it up.
+        LastDelivery = "last_delivery",
     }
 }
 
@@ -156,30 +111,13 @@ impl Acknowledgement {
     }
 }
 
-/// [`Acknowledgement`] without its data, for metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AckKind {
-    Ack,
-    Nak,
-    Term,
-    InProgress,
-}
-
-impl Label for AckKind {
-    const KEY: &'static str = "kind";
-    const ALL: &'static [Self] = &[Self::Ack, Self::Nak, Self::Term, Self::InProgress];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Ack => "ack",
-            Self::Nak => "nak",
-            Self::Term => "term",
-            Self::InProgress => "in_progress",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// [`Acknowledgement`] without its data, for metrics.
+    pub enum AckKind: "kind" {
+        Ack = "ack",
+        Nak = "nak",
+        Term = "term",
+        InProgress = "in_progress",
     }
 }
 

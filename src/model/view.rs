@@ -24,7 +24,7 @@ pub struct ConsumerView {
     #[serde(serialize_with = "time::serialize")]
     pub last_published_at: SystemTime,
     /// When the oldest message that the ack floor has not passed was published; `None` if there is none.
-    #[serde(serialize_with = "time::serialize_optional")]
+    #[serde(serialize_with = "time::optional::serialize")]
     pub oldest_published_at: Option<SystemTime>,
     #[serde(serialize_with = "time::serialize")]
     pub taken_at: SystemTime,

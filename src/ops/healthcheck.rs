@@ -114,6 +114,7 @@ mod tests {
     use crate::ops::http;
     use crate::telemetry::health::Health;
     use crate::telemetry::metrics::Metrics;
+    use crate::telemetry::status::Component;
 
     async fn daemon(health: Health) -> (SocketAddr, CancellationToken) {
         let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
@@ -125,9 +126,9 @@ mod tests {
 
     fn healthy() -> Health {
         let health = Health::new();
-        health.set_connected(Ok(()));
-        health.set_bound(Ok(()));
-        health.set_database(Ok(()));
+        health.report(Component::Nats, Ok(()));
+        health.report(Component::Consumer, Ok(()));
+        health.report(Component::Database, Ok(()));
         health
     }
 
@@ -142,8 +143,8 @@ mod tests {
     #[tokio::test]
     async fn a_daemon_that_is_not_ready_fails_with_its_problems() {
         let health = healthy();
-        health.set_bound(Err("no stream ORDERS".to_owned()));
-        health.set_database(Err("disk full".to_owned()));
+        health.report(Component::Consumer, Err("no stream ORDERS".to_owned()));
+        health.report(Component::Database, Err("disk full".to_owned()));
         let (address, shutdown) = daemon(health).await;
         let _stop = shutdown.drop_guard();
         let error = run(address).await.unwrap_err();

@@ -193,6 +193,7 @@ mod tests {
     use tokio_util::sync::DropGuard;
 
     use super::*;
+    use crate::telemetry::status::Component;
 
     struct Server {
         address: SocketAddr,
@@ -233,9 +234,9 @@ mod tests {
         }
 
         fn become_ready(&self) {
-            self.health.set_connected(Ok(()));
-            self.health.set_bound(Ok(()));
-            self.health.set_database(Ok(()));
+            self.health.report(Component::Nats, Ok(()));
+            self.health.report(Component::Consumer, Ok(()));
+            self.health.report(Component::Database, Ok(()));
         }
     }
 
@@ -261,13 +262,13 @@ mod tests {
     async fn readyz_names_every_problem_on_a_line_and_then_says_ready() {
         let server = start().await;
         server.become_ready();
-        server.health.set_database(Err("disk full".to_owned()));
-        server.health.set_acks(Err("permission violation".to_owned()));
+        server.health.report(Component::Database, Err("disk full".to_owned()));
+        server.health.report(Component::Acks, Err("permission violation".to_owned()));
         let answer = server.ask("GET", "/readyz").await;
         assert_eq!(status_of(&answer), "503");
         assert_eq!(body_of(&answer), "acks: permission violation\ndatabase: disk full\n");
-        server.health.set_database(Ok(()));
-        server.health.set_acks(Ok(()));
+        server.health.report(Component::Database, Ok(()));
+        server.health.report(Component::Acks, Ok(()));
         let answer = server.ask("GET", "/readyz").await;
         assert_eq!((status_of(&answer), body_of(&answer)), ("200", "ready\n"));
     }
@@ -302,7 +303,7 @@ mod tests {
         assert_eq!(status_of(&server.ask("GET", "/livez").await), "200");
         *now.lock().unwrap() += Duration::from_secs(11);
         let answer = server.ask("GET", "/livez").await;
-        assert_eq!((status_of(&answer), body_of(&answer)), ("503", "loop: no tick for 11 s\n"));
+        assert_eq!((status_of(&answer), body_of(&answer)), ("503", "loop: the main loop has not run for 11 s\n"));
     }
 
     #[tokio::test]

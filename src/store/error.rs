@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Holder;
 use crate::config::Database;
-use crate::model::label::Label;
+use crate::model::label::label;
 
 /// A statement or a commit that did not go through.
 #[derive(Debug, thiserror::Error)]
@@ -167,43 +167,22 @@ impl OpenError {
     }
 }
 
-/// What an error of the database says about what to do next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ErrorClass {
-    /// Another process holds the lock.
-    Busy,
-    /// The disk, or the database's own limit, is full.
-    Full,
-    /// Reading or writing the file failed.
-    Io,
-    /// The file or its file system cannot be written.
-    ReadOnly,
-    /// The file is damaged, or no database.
-    Corrupt,
-    /// A constraint of the schema does not hold.
-    Constraint,
-    /// Anything else.
-    Other,
-}
-
-impl Label for ErrorClass {
-    const KEY: &'static str = "class";
-    const ALL: &'static [Self] =
-        &[Self::Busy, Self::Full, Self::Io, Self::ReadOnly, Self::Corrupt, Self::Constraint, Self::Other];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Busy => "busy",
-            Self::Full => "full",
-            Self::Io => "io",
-            Self::ReadOnly => "read_only",
-            Self::Corrupt => "corrupt",
-            Self::Constraint => "constraint",
-            Self::Other => "other",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// What an error of the database says about what to do next.
+    pub enum ErrorClass: "class" {
+        /// Another process holds the lock.
+        Busy = "busy",
+        /// The disk, or the database's own limit, is full.
+        Full = "full",
+        /// Reading or writing the file failed.
+        Io = "io",
+        /// The file or its file system cannot be written.
+        ReadOnly = "read_only",
+        /// The file is damaged, or no database.
+        Corrupt = "corrupt",
+        /// A constraint of the schema does not hold.
+        Constraint = "constraint",
+        /// Anything else.
+        Other = "other",
     }
 }

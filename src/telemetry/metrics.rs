@@ -9,9 +9,10 @@ use ::metrics::{Counter, Gauge, Histogram, SharedString};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use metrics_process::Collector;
 
-use crate::model::label::Label;
+use crate::model::label::{Label, label};
 use crate::model::outcome::{AckKind, OutcomeKind, Reason};
 use crate::store::ErrorClass;
+use crate::telemetry::status::Component;
 
 /// Declares [`Metrics`] as `field: kind = exposed name, help text`. One list, so that no metric can lack its help text
 /// or be absent until its first use, which would keep alerts on it from ever firing.
@@ -115,6 +116,8 @@ declare_metrics! {
         "1 while connected to the server.";
     ready: Gauge = "order_processor_ready",
         "1 while /readyz answers ready.";
+    problem: GaugeBy<Component> = "order_processor_problem",
+        "1 while this component keeps the daemon from being ready, as /readyz lists it.";
     draining: Gauge = "order_processor_draining",
         "1 from the first signal to stop.";
     paused: Gauge = "order_processor_paused",
@@ -166,6 +169,19 @@ impl<L: Label> CounterBy<L> {
     }
 }
 
+/// One gauge for every value of a label.
+pub struct GaugeBy<L: Label> {
+    gauges: Vec<Gauge>,
+    label: PhantomData<L>,
+}
+
+impl<L: Label> GaugeBy<L> {
+    /// For the index see [`CounterBy::increment`].
+    pub fn set(&self, label: L, value: f64) {
+        self.gauges[label.index()].set(value);
+    }
+}
+
 /// A kind of metric that the local recorder can be asked for.
 trait Register {
     fn register(name: &'static str, help: &'static str) -> Self;
@@ -197,6 +213,14 @@ impl<L: Label> Register for CounterBy<L> {
         ::metrics::describe_counter!(name, help);
         let counters = L::ALL.iter().map(|label| ::metrics::counter!(name, L::KEY => label.name())).collect();
         Self { counters, label: PhantomData }
+    }
+}
+
+impl<L: Label> Register for GaugeBy<L> {
+    fn register(name: &'static str, help: &'static str) -> Self {
+        ::metrics::describe_gauge!(name, help);
+        let gauges = L::ALL.iter().map(|label| ::metrics::gauge!(name, L::KEY => label.name())).collect();
+        Self { gauges, label: PhantomData }
     }
 }
 
@@ -237,69 +261,33 @@ fn build_recorder() -> PrometheusRecorder {
         .build_recorder()
 }
 
-/// Who noticed that a delivery was not the first of its message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SeenBy {
-    /// The server: `delivered` > 1.
-    Server,
-    /// The inbox: the id was processed before.
-    Inbox,
-}
-
-impl Label for SeenBy {
-    const KEY: &'static str = "seen_by";
-    const ALL: &'static [Self] = &[Self::Server, Self::Inbox];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Server => "server",
-            Self::Inbox => "inbox",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// Who noticed that a delivery was not the first of its message.
+    pub enum SeenBy: "seen_by" {
+        /// The server: `delivered` > 1.
+        Server = "server",
+        /// The inbox: the id was processed before.
+        Inbox = "inbox",
     }
 }
 
-/// Where an error of the server or of the way to it showed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NatsErrorKind {
-    /// We read too slowly and the client dropped messages.
-    SlowConsumer,
-    /// The server refuses us a subject.
-    Permission,
-    /// Any other error that the server sent.
-    Server,
-    /// An error of the client itself.
-    Client,
-    /// The server's heartbeat on a pull stayed away.
-    Heartbeat,
-    /// A pull ended with an error.
-    Pull,
-    /// A request to the JetStream API failed.
-    Request,
-}
-
-impl Label for NatsErrorKind {
-    const KEY: &'static str = "kind";
-    const ALL: &'static [Self] =
-        &[Self::SlowConsumer, Self::Permission, Self::Server, Self::Client, Self::Heartbeat, Self::Pull, Self::Request];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::SlowConsumer => "slow_consumer",
-            Self::Permission => "permission",
-            Self::Server => "server",
-            Self::Client => "client",
-            Self::Heartbeat => "heartbeat",
-            Self::Pull => "pull",
-            Self::Request => "request",
-        }
-    }
-
-    fn index(self) -> usize {
-        self as usize
+label! {
+    /// Where an error of the server or of the way to it showed.
+    pub enum NatsErrorKind: "kind" {
+        /// We read too slowly and the client dropped messages.
+        SlowConsumer = "slow_consumer",
+        /// The server refuses us a subject.
+        Permission = "permission",
+        /// Any other error that the server sent.
+        Server = "server",
+        /// An error of the client itself.
+        Client = "client",
+        /// The server's heartbeat on a pull stayed away.
+        Heartbeat = "heartbeat",
+        /// A pull ended with an error.
+        Pull = "pull",
+        /// A request to the JetStream API failed.
+        Request = "request",
     }
 }
 
@@ -346,6 +334,7 @@ mod tests {
         "wal_bytes",
         "nats_connected",
         "ready",
+        "problem",
         "draining",
         "paused",
         "last_commit_timestamp_seconds",
@@ -410,6 +399,7 @@ mod tests {
         assert_label::<Reason>(&text, "dead_letters_total");
         assert_label::<NatsErrorKind>(&text, "nats_errors_total");
         assert_label::<ErrorClass>(&text, "db_errors_total");
+        assert_label::<Component>(&text, "problem");
     }
 
     #[test]

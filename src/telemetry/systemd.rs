@@ -26,9 +26,9 @@ pub async fn run(health: Arc<Health>, shutdown: CancellationToken) {
     }
     let watchdog = sd_notify::watchdog_enabled();
     let pause = watchdog.map_or(LOOK_PAUSE, |interval| LOOK_PAUSE.min(interval / 2));
-    let mut report = Report::new(watchdog, pause);
+    let mut notifier = Notifier::new(watchdog, pause);
     loop {
-        notify(&report.next(&health, Instant::now()));
+        notify(&notifier.next(&health, Instant::now()));
         // Only now, so that a drain that took less than a pause is told as well.
         if shutdown.is_cancelled() {
             return;
@@ -54,7 +54,7 @@ fn notify(states: &[NotifyState<'_>]) {
 }
 
 /// What was said already, and so what is to be said next.
-struct Report {
+struct Notifier {
     watchdog: Option<Duration>,
     pause: Duration,
     ready: bool,
@@ -65,7 +65,7 @@ struct Report {
     extended_at: Option<Instant>,
 }
 
-impl Report {
+impl Notifier {
     fn new(watchdog: Option<Duration>, pause: Duration) -> Self {
         let (line, line_at, watchdog_at, extended_at) = (String::new(), None, None, None);
         Self { watchdog, pause, ready: false, stopping: false, line, line_at, watchdog_at, extended_at }
@@ -122,9 +122,10 @@ mod tests {
     use futures_util::FutureExt;
 
     use super::*;
+    use crate::telemetry::status::Component;
 
     struct Bench {
-        report: Report,
+        notifier: Notifier,
         health: Health,
         now: Arc<Mutex<Instant>>,
     }
@@ -134,13 +135,13 @@ mod tests {
             let now = Arc::new(Mutex::new(Instant::now()));
             let clock = Arc::clone(&now);
             let health = Health::with_clock(move || *clock.lock().unwrap());
-            Self { report: Report::new(watchdog, LOOK_PAUSE), health, now }
+            Self { notifier: Notifier::new(watchdog, LOOK_PAUSE), health, now }
         }
 
         fn become_ready(&self) {
-            self.health.set_connected(Ok(()));
-            self.health.set_bound(Ok(()));
-            self.health.set_database(Ok(()));
+            self.health.report(Component::Nats, Ok(()));
+            self.health.report(Component::Consumer, Ok(()));
+            self.health.report(Component::Database, Ok(()));
         }
 
         /// Everything said from `from` up to, not including, `to`, at one look per second; `second state` each.
@@ -151,7 +152,7 @@ mod tests {
                     self.health.tick();
                 }
                 let now = *self.now.lock().unwrap();
-                let states = self.report.next(&self.health, now);
+                let states = self.notifier.next(&self.health, now);
                 said.extend(states.iter().map(|state| format!("{second} {state}")));
                 *self.now.lock().unwrap() += Duration::from_secs(1);
             }
@@ -169,7 +170,7 @@ mod tests {
         assert_eq!(only(&bench.run(0..5, true), "READY"), [""; 0]);
         bench.become_ready();
         assert_eq!(only(&bench.run(5..8, true), "READY"), ["5 READY=1"]);
-        bench.health.set_database(Err("disk full".to_owned()));
+        bench.health.report(Component::Database, Err("disk full".to_owned()));
         bench.run(8..10, true);
         bench.become_ready();
         assert_eq!(only(&bench.run(10..12, true), "READY"), [""; 0]);
@@ -227,11 +228,11 @@ mod tests {
         let mut bench = Bench::new(None);
         bench.become_ready();
         assert_eq!(only(&bench.run(0..10, true), "STATUS"), ["0 STATUS=ready"]);
-        bench.health.set_database(Err("one".to_owned()));
+        bench.health.report(Component::Database, Err("one".to_owned()));
         assert_eq!(only(&bench.run(10..11, true), "STATUS"), ["10 STATUS=not ready: database: one"]);
-        bench.health.set_database(Err("two".to_owned()));
+        bench.health.report(Component::Database, Err("two".to_owned()));
         bench.run(11..12, true);
-        bench.health.set_database(Err("three".to_owned()));
+        bench.health.report(Component::Database, Err("three".to_owned()));
         let said = bench.run(12..30, true);
         assert_eq!(only(&said, "STATUS"), ["15 STATUS=not ready: database: three"]);
     }
@@ -249,7 +250,8 @@ mod tests {
             .env_remove("WATCHDOG_PID")
             .output()
             .unwrap();
-        assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+        let output = String::from_utf8_lossy(&child.stdout);
+        assert!(child.status.success() && output.contains("1 passed"), "{output}");
         socket.set_nonblocking(true).unwrap();
         let mut received = Vec::new();
         let mut buffer = [0; 1024];

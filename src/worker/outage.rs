@@ -5,7 +5,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::model::text::chain;
+use crate::model::time::doubled;
 use crate::store::{Error, ErrorClass};
+use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
 
 const RETRY_MIN: Duration = Duration::from_millis(100);
@@ -35,7 +37,7 @@ impl Outages {
         if self.database.end() {
             tracing::info!("the database works again");
         }
-        telemetry.health.set_database(Ok(()));
+        telemetry.health.report(Component::Database, Ok(()));
     }
 
     /// Puts the work off and logs the cause. Nothing is acknowledged and no attempt is counted.
@@ -51,7 +53,7 @@ impl Outages {
         if self.database.begin(&cause) {
             tracing::error!(%cause, "the database does not work, pulling stops until it does");
         }
-        telemetry.health.set_database(Err(cause));
+        telemetry.health.report(Component::Database, Err(cause));
         Ok(())
     }
 
@@ -62,13 +64,13 @@ impl Outages {
                 if self.handler.end() {
                     tracing::info!("the handler works again");
                 }
-                telemetry.health.set_handler(Ok(()));
+                telemetry.health.report(Component::Handler, Ok(()));
             }
             Some(cause) => {
                 if self.handler.begin(&cause) {
                     tracing::error!(%cause, "the handler cannot work, pulling stops until it can; no attempt is counted");
                 }
-                telemetry.health.set_handler(Err(cause));
+                telemetry.health.report(Component::Handler, Err(cause));
             }
         }
     }
@@ -77,9 +79,9 @@ impl Outages {
 impl Outage {
     /// Puts the work off, longer with each failure in a row. Whether the cause is due in the log.
     fn begin(&mut self, cause: &str) -> bool {
-        let delay = RETRY_MIN * (1 << self.failures.min(5));
-        self.failures += 1;
-        self.retry_at = Some(Instant::now() + delay.min(RETRY_MAX));
+        let delay = doubled(RETRY_MIN, self.failures, RETRY_MAX);
+        self.failures = self.failures.saturating_add(1);
+        self.retry_at = Some(Instant::now() + delay);
         self.reminder.is_due(cause)
     }
 

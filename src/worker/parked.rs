@@ -80,6 +80,6 @@ impl Parked {
                  sooner than they should; raise it with `nats consumer edit --max-pending`, or mend what makes orders fail"
             );
         }
-        telemetry.parked(parked);
+        telemetry.health.set_parked(parked);
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::config;
 use crate::handler::Failure;
 use crate::model::outcome::Reason;
+use crate::model::time::doubled;
 
 /// A retry waits no longer when parked messages have taken all that the consumer lets be delivered.
 const CROWDED_DELAY: Duration = Duration::from_secs(1);
@@ -47,8 +48,7 @@ impl RetryPolicy {
 
     /// `min_delay`, doubled with each failed run after the first, up to `max_delay`.
     fn delay(&self, failed: u32) -> Duration {
-        let doublings = failed.saturating_sub(1).min(31);
-        self.min_delay.saturating_mul(1 << doublings).min(self.max_delay)
+        doubled(self.min_delay, failed.saturating_sub(1), self.max_delay)
     }
 
     /// The delay that is left of `delay` when this is the `parked`th of the messages that wait for their retry, and the

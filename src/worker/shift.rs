@@ -11,6 +11,7 @@ use crate::handler::Handler;
 use crate::jetstream::consumer::{Consumer, Event, Room};
 use crate::model::text::chain;
 use crate::store::{self, Counts, OpenError, Pause, Store};
+use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::worker::{Ended, Until, Worker, WorkerError};
 
@@ -58,8 +59,8 @@ pub async fn work(
         if store::paused(database)?.is_some() {
             continue;
         }
-        telemetry.counted(counts);
-        telemetry.health.set_database(Ok(()));
+        telemetry.health.set_counts(counts);
+        telemetry.health.report(Component::Database, Ok(()));
         let worker = Worker::new(config.clone(), store, handler.clone(), telemetry.clone(), until);
         let paused = database.clone();
         // On a task, so that the runtime's workers hand it what the client has read: the main thread would have to be woken for
@@ -81,7 +82,7 @@ pub async fn work(
         }
     }
     // While it was paused or waited for its database; there is nothing to drain.
-    telemetry.draining();
+    telemetry.health.set_draining();
     Ok(())
 }
 
@@ -110,7 +111,7 @@ async fn sit_out_pause(
         return Err(ShiftError::Paused(pause));
     }
     tracing::warn!("paused {pause}; nothing is processed until `order-processor resume`");
-    telemetry.paused(Some(&pause));
+    telemetry.health.set_paused(Some(pause.clone()));
     let mut consumer = Consumer::new(config.clone(), telemetry.clone(), PAUSED_INFO_EVERY);
     let mut refused = false;
     let mut reminder = Reminder::default();
@@ -122,7 +123,7 @@ async fn sit_out_pause(
                 Ok(None) => break,
                 Ok(Some(still)) if still == pause => {}
                 Ok(Some(another)) => {
-                    telemetry.paused(Some(&another));
+                    telemetry.health.set_paused(Some(another.clone()));
                     pause = another;
                 }
                 // The file system may be part of what is serviced.
@@ -145,7 +146,7 @@ async fn sit_out_pause(
         }
         telemetry.health.tick();
     }
-    telemetry.paused(None);
+    telemetry.health.set_paused(None);
     tracing::info!("resumed");
     Ok(())
 }
@@ -169,7 +170,7 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
                     tracing::error!(%cause, "the database cannot be opened, trying again");
                 }
                 telemetry.metrics.db_errors.increment(source.class, 1);
-                telemetry.health.set_database(Err(cause));
+                telemetry.health.report(Component::Database, Err(cause));
                 tokio::time::sleep(OPEN_RETRY_EVERY).await;
             }
             // A repair will be done some time, and so will be whoever took a database that was ours until a pause. A second
@@ -179,7 +180,7 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
                 if reminder.is_due(&cause) {
                     tracing::warn!(%cause, "the database cannot be opened, trying again");
                 }
-                telemetry.health.set_database(Err(cause));
+                telemetry.health.report(Component::Database, Err(cause));
             }
             ended => return ended,
         }

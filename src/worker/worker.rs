@@ -172,7 +172,7 @@ impl Worker {
         let mut pause = pin!(pause);
         let ended = self.work(stop, pause.as_mut()).await?;
         if ended == Ended::Done {
-            self.telemetry.draining();
+            self.telemetry.health.set_draining();
         }
         self.drain_in_time(ended).await
     }
@@ -230,7 +230,7 @@ impl Worker {
                 self.waiting.push(Delivery::new(raw, &self.scheme));
             }
         }
-        self.telemetry.held(self.held.len());
+        self.telemetry.health.set_held(self.held.len());
     }
 
     /// Hands the next batch, or a step of upkeep, to its own task if the writer is free.
@@ -284,8 +284,8 @@ impl Worker {
             }
             Work::Upkeep(Ok((pruned, counts))) => {
                 self.outages.database_works(&self.telemetry);
-                self.telemetry.pruned(pruned);
-                self.telemetry.counted(counts);
+                self.telemetry.metrics.ids_pruned.increment(pruned);
+                self.telemetry.health.set_counts(counts);
                 let more = pruned == u64::from(PRUNE_STEP);
                 self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
@@ -317,8 +317,8 @@ impl Worker {
                 acknowledgements.push((reply, outcome.acknowledgement()));
             }
         }
-        self.telemetry.held(self.held.len());
-        self.telemetry.parked(self.parked.len());
+        self.telemetry.health.set_held(self.held.len());
+        self.telemetry.health.set_parked(self.parked.len());
         // While draining, these may be the last acknowledgements on this connection.
         self.acknowledge(acknowledgements, draining).await;
     }
@@ -344,7 +344,7 @@ impl Worker {
     /// Shows that the loop runs, and restarts `ack_wait` for each delivery that has been held for half of it.
     async fn keep_alive(&mut self) {
         self.telemetry.health.tick();
-        self.telemetry.held(self.held.len());
+        self.telemetry.health.set_held(self.held.len());
         let Some(limits) = &self.limits else { return };
         let (half, now) = (limits.ack_wait / 2, Instant::now());
         // What could not be sent is tried again at the next tick.
@@ -499,7 +499,7 @@ impl Worker {
             delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
             self.waiting.push(delivery);
         }
-        self.telemetry.held(self.held.len());
+        self.telemetry.health.set_held(self.held.len());
     }
 
     /// Does what follows from a step of the search for messages that the server has given up.

@@ -15,6 +15,7 @@ use order_processor::handler::{Failure, Handler, Order};
 use order_processor::model::delivery::Delivery;
 use order_processor::store::{Connection, Store, Tx};
 use order_processor::telemetry::Telemetry;
+use order_processor::telemetry::status::Component;
 use order_processor::worker::worker::{Ended, Until, Worker, WorkerError};
 use sqlx::Row;
 use tokio::sync::Semaphore;
@@ -167,7 +168,7 @@ impl Bench {
         let store = Store::open(&config.database).await.expect("the database can be opened");
         make_effects(&mut self.spec.db().open_to_write().await).await;
         let telemetry = Arc::new(Telemetry::new());
-        telemetry.health.set_database(Ok(()));
+        telemetry.health.report(Component::Database, Ok(()));
         let worker = Worker::new(Arc::new(config), store, clerk.clone(), telemetry.clone(), Until::Stopped);
         let stop = CancellationToken::new();
         Running { task: tokio::spawn(worker.run(stop.clone(), pause.cancelled_owned())), stop, telemetry }
