@@ -126,6 +126,7 @@ impl Telemetry {
             self.metrics.outcomes.increment(outcome.kind(), 1);
             match outcome {
                 Outcome::Applied => commit.applied += 1,
+                Outcome::Ignored(_) => {}
                 Outcome::Duplicate => self.metrics.redeliveries.increment(SeenBy::Inbox, 1),
                 // Only the failure is durable: the message is still to come.
                 Outcome::Retry { .. } => continue,

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use super::id::{Digest, IdScheme};
-use super::outcome::Reason;
+use super::outcome::{Ignored, Reason};
 use bytes::Bytes;
 
 /// Headers in no order across names; several values of one name stay in their order.
@@ -74,6 +74,8 @@ pub struct Delivery {
     pub digest: Digest,
     /// Why the message is to be dead-lettered unapplied, whatever the handler would say.
     pub defect: Option<(Reason, String)>,
+    /// Why the message is not an order. Nothing else about it matters then.
+    pub ignored: Option<Ignored>,
 }
 
 impl Delivery {
@@ -85,13 +87,25 @@ impl Delivery {
             (None, Err(error)) => (scheme.position(&raw), Some((Reason::Undecodable, error))),
             (None, Ok(id)) => (id, None),
         };
-        Self { raw, id, digest, defect }
+        let ignored = ignored(&raw.headers);
+        Self { raw, id, digest, defect, ignored }
     }
 
     /// What this delivery weighs against `batch.max_bytes`.
     pub fn bytes(&self) -> usize {
         self.raw.payload.len() + self.raw.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()
     }
+}
+
+/// Header names as written: the server and its clients look them up with their case.
+fn ignored(headers: &Headers) -> Option<Ignored> {
+    headers.iter().find_map(|(name, value)| match (name.as_str(), value.as_str()) {
+        (_, "") => None,
+        ("Nats-Marker-Reason", _) => Some(Ignored::DeleteMarker),
+        ("Nats-Schedule", _) => Some(Ignored::Schedule),
+        ("KV-Operation", "DEL" | "PURGE") => Some(Ignored::KeyDeleted),
+        _ => None,
+    })
 }
 
 #[cfg(test)]

@@ -15,6 +15,8 @@ pub enum Outcome {
     Applied,
     /// The effect, or the dead letter, of this very message was durable before.
     Duplicate,
+    /// The server or the publisher did not mean the message as an order. It has no effect and no row.
+    Ignored(Ignored),
     /// The handler failed in a way that may pass; the server is to deliver it again after `delay`.
     Retry { delay: Duration, error: String },
     /// The message is kept, whole, in `dead_letters`.
@@ -27,7 +29,7 @@ impl Outcome {
     /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.
     pub fn acknowledgement(&self) -> Acknowledgement {
         match self {
-            Self::Applied | Self::Duplicate => Acknowledgement::Ack,
+            Self::Applied | Self::Duplicate | Self::Ignored(_) => Acknowledgement::Ack,
             Self::Retry { delay, .. } => Acknowledgement::Nak { delay: *delay },
             Self::DeadLettered { reason, .. } => Acknowledgement::Term { reason: *reason },
         }
@@ -38,6 +40,7 @@ impl Outcome {
         match self {
             Self::Applied => OutcomeKind::Applied,
             Self::Duplicate => OutcomeKind::Duplicate,
+            Self::Ignored(_) => OutcomeKind::Ignored,
             Self::Retry { .. } => OutcomeKind::Retry,
             Self::DeadLettered { .. } => OutcomeKind::DeadLettered,
         }
@@ -49,8 +52,31 @@ label! {
     pub enum OutcomeKind: "outcome" {
         Applied = "applied",
         Duplicate = "duplicate",
+        Ignored = "ignored",
         Retry = "retry",
         DeadLettered = "dead-lettered",
+    }
+}
+
+/// Why a message is not an order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Ignored {
+    /// The server stored it because the last message of its subject was removed: header `Nats-Marker-Reason` (ADR-43).
+    DeleteMarker,
+    /// It defines a schedule: header `Nats-Schedule` (ADR-51). The server publishes the scheduled message itself later.
+    Schedule,
+    /// It deletes a key of a key-value bucket: header `KV-Operation` with `DEL` or `PURGE` (ADR-8).
+    KeyDeleted,
+}
+
+impl Ignored {
+    /// For logs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::DeleteMarker => "a delete marker of the server",
+            Self::Schedule => "the definition of a schedule",
+            Self::KeyDeleted => "the deletion of a key",
+        }
     }
 }
 
@@ -134,6 +160,7 @@ mod tests {
         prop_oneof![
             Just(Outcome::Applied),
             Just(Outcome::Duplicate),
+            Just(Outcome::Ignored(Ignored::Schedule)),
             (delays, ".*").prop_map(|(delay, error)| Outcome::Retry { delay, error }),
             (select(Reason::ALL), ".*").prop_map(|(reason, error)| Outcome::DeadLettered { reason, error }),
         ]
@@ -146,7 +173,7 @@ mod tests {
             let payload = acknowledgement.payload();
             let text = str::from_utf8(&payload).unwrap();
             match &outcome {
-                Outcome::Applied | Outcome::Duplicate => prop_assert_eq!(text, "+ACK"),
+                Outcome::Applied | Outcome::Duplicate | Outcome::Ignored(_) => prop_assert_eq!(text, "+ACK"),
                 Outcome::Retry { delay: Duration::ZERO, .. } => prop_assert_eq!(text, "-NAK"),
                 Outcome::Retry { delay, .. } => {
                     let options: serde_json::Value = serde_json::from_str(text.strip_prefix("-NAK ").unwrap()).unwrap();

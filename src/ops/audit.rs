@@ -336,6 +336,8 @@ impl Audit {
                 OnConflict::DeadLetter => Verdict::Missing("another message was processed under its id"),
             },
             Claim::Dead => Verdict::DeadLetter,
+            // No table has a row for what is not an order.
+            Claim::New if delivery.ignored.is_some() => Verdict::NotForTheConsumer,
             Claim::New if published_ns < self.scope.pruned_before_ns => Verdict::CannotBeTold,
             Claim::New => Verdict::Missing("neither processed nor a dead letter"),
         }
@@ -397,13 +399,18 @@ impl Audit {
             let mut undecided = Vec::new();
             for (delivery, outcome) in rest.into_iter().zip(outcomes) {
                 match outcome {
-                    Some(Outcome::Applied | Outcome::Duplicate) => report.repaired(&delivery, "applied", "")?,
+                    Some(Outcome::Applied | Outcome::Duplicate | Outcome::Ignored(_)) => {
+                        report.repaired(&delivery, "applied", "")?
+                    }
                     Some(Outcome::DeadLettered { reason, error }) => {
                         report.repaired(&delivery, "dead-lettered", &format!("{}: {error}", reason.name()))?;
                     }
                     Some(Outcome::Retry { error, .. }) => report.missing(&delivery, "not applied", &error)?,
                     None => undecided.push(delivery),
                 }
+            }
+            if let Some(reason) = inbox.away.take() {
+                return Err(AuditError::Stopped { next, reason });
             }
             undecided.extend(later);
             rest = undecided;

@@ -52,8 +52,10 @@ impl Calls {
         let mut waiting = Vec::new();
         for (index, (delivery, known)) in batch.iter().zip(known).enumerate() {
             let first = *first_of_id.entry(&delivery.id).or_insert(index);
-            let needs_call =
-                delivery.defect.is_none() && matches!(known, Claim::New) && !self.answers.contains_key(&key(delivery));
+            let needs_call = delivery.defect.is_none()
+                && delivery.ignored.is_none()
+                && matches!(known, Claim::New)
+                && !self.answers.contains_key(&key(delivery));
             called.push(if needs_call { Called::Left } else { Called::Ready });
             if needs_call && first == index {
                 waiting.push(index);

@@ -18,7 +18,7 @@ use crate::config::OnConflict;
 use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
-use crate::model::outcome::{Outcome, Reason};
+use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Attempts, Claim, Error, Store, Tx};
@@ -186,12 +186,16 @@ impl Inbox {
         let mut outcomes: Vec<Outcome> = Vec::with_capacity(batch.len());
         for (index, (delivery, kind)) in batch.iter().zip(kinds).enumerate() {
             outcomes.push(match kind {
+                Kind::Ignored(why) => Outcome::Ignored(why),
                 Kind::Defective(reason, error) => {
                     defective(&mut tx, delivery, (reason, error), self.on_conflict).await?
                 }
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
-                    same @ (Outcome::Duplicate | Outcome::Retry { .. } | Outcome::DeadLettered { .. }) => same.clone(),
+                    same @ (Outcome::Duplicate
+                    | Outcome::Ignored(_)
+                    | Outcome::Retry { .. }
+                    | Outcome::DeadLettered { .. }) => same.clone(),
                 },
                 Kind::First => match claims.next() {
                     Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),
@@ -367,7 +371,7 @@ async fn end_start(tx: &mut Tx<'_>, id: &str, now_ns: i64) -> Result<(), Error> 
 
 /// Whether a delivery has come so often that it travels alone. One that the handler never sees does no harm.
 pub fn is_suspect(delivery: &Delivery) -> bool {
-    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none()
+    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none() && delivery.ignored.is_none()
 }
 
 /// How long a pass over single messages goes on: at least for one of them.
@@ -418,6 +422,9 @@ async fn single(
 ) -> Result<Single, Error> {
     let now_ns = now_ns();
     let delivery = order.delivery;
+    if let Some(why) = delivery.ignored {
+        return Ok(Single::Decided(Outcome::Ignored(why)));
+    }
     if let Some((reason, error)) = &delivery.defect {
         let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
         tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
@@ -531,6 +538,7 @@ enum Kind<'a> {
     /// The same message stands at this index before.
     RepeatOf(usize),
     Defective(Reason, &'a str),
+    Ignored(Ignored),
 }
 
 /// The kind of each message, and those whose ids are to be claimed.
@@ -543,6 +551,10 @@ fn sort<'a>(batch: &[&'a Delivery]) -> Option<Sorted<'a>> {
     let mut unique = Vec::with_capacity(batch.len());
     let mut kinds = Vec::with_capacity(batch.len());
     for (index, &delivery) in batch.iter().enumerate() {
+        if let Some(why) = delivery.ignored {
+            kinds.push(Kind::Ignored(why));
+            continue;
+        }
         if let Some((reason, error)) = &delivery.defect {
             kinds.push(Kind::Defective(*reason, error));
             continue;

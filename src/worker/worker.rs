@@ -4,6 +4,7 @@
 //! during one commit form the next batch. A single order therefore waits for nothing, and the orders of a backlog share an fsync.
 //! Only waiting is ever cancelled. A batch runs to its end in its own task; only the drain's deadline cuts it off, undone.
 
+use std::collections::HashSet;
 use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::jetstream::consumer::{Arrival, BindError, Consumer, Event, Limits, Ro
 use crate::model::delivery::{Delivery, Position, Reply};
 use crate::model::id::IdScheme;
 use crate::model::label::Label;
-use crate::model::outcome::{Acknowledgement, Outcome, Reason};
+use crate::model::outcome::{Acknowledgement, Ignored, Outcome, Reason};
 use crate::model::view::ConsumerView;
 use crate::store::{self, Counts, Store};
 use crate::telemetry::metrics::SeenBy;
@@ -105,6 +106,8 @@ pub struct Worker {
     upkeep_due: Instant,
     given_up: GivenUp,
     waiting_for_pause: Reminder,
+    /// What was reported once.
+    ignored: HashSet<Ignored>,
     until: Until,
 }
 
@@ -157,6 +160,7 @@ impl Worker {
             upkeep_due: Instant::now(),
             given_up: GivenUp::default(),
             waiting_for_pause: Reminder::default(),
+            ignored: HashSet::new(),
             until,
             config,
             telemetry,
@@ -312,6 +316,12 @@ impl Worker {
         for (delivery, outcome) in batch.iter().zip(outcomes) {
             let Some(outcome) = outcome else { continue };
             let outcome = self.parked.park(delivery.raw.position.stream_seq, outcome, self.limits.as_ref());
+            if let Outcome::Ignored(why) = outcome
+                && self.ignored.insert(why)
+            {
+                let (subject, stream_seq) = (&delivery.raw.subject, delivery.raw.position.stream_seq);
+                tracing::info!(%subject, stream_seq, "ignored {}; more of its kind are only counted", why.name());
+            }
             report(delivery, &outcome);
             if let Some(reply) = self.held.answer(delivery.raw.position) {
                 acknowledgements.push((reply, outcome.acknowledgement()));
@@ -575,6 +585,9 @@ fn report(delivery: &Delivery, outcome: &Outcome) {
     match outcome {
         Outcome::Applied | Outcome::Duplicate => {
             tracing::trace!(message_id = %id, stream_seq, delivered, outcome = outcome.kind().name());
+        }
+        Outcome::Ignored(why) => {
+            tracing::debug!(%subject, stream_seq, delivered, outcome = "ignored", "the message is {}", why.name());
         }
         Outcome::Retry { delay, error } => {
             tracing::warn!(message_id = %id, %subject, stream_seq, delivered, ?delay, %error, outcome = "retry", "the handler failed on {id}, it will be delivered again");

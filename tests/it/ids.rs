@@ -219,7 +219,13 @@ proptest! {
 fn delivery(id: u8, other: bool) -> Delivery {
     let position = Position { delivered: 1, stream_seq: 1, consumer_seq: 1, published_ns: 1 };
     let raw = Raw { subject: "ORDERS.new".into(), headers: vec![], payload: "".into(), position, unreadable: None };
-    Delivery { raw, id: format!("order {id}").into(), digest: Digest([u8::from(other); 16]), defect: None }
+    Delivery {
+        raw,
+        id: format!("order {id}").into(),
+        digest: Digest([u8::from(other); 16]),
+        defect: None,
+        ignored: None,
+    }
 }
 
 async fn open(database: &Path, segment_rows: usize) -> Store {

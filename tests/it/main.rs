@@ -19,6 +19,7 @@ mod gone;
 mod handlers;
 mod http;
 mod ids;
+mod ignored;
 mod inputs;
 mod model;
 mod network;

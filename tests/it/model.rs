@@ -213,7 +213,7 @@ impl Message {
         let raw =
             Raw { subject: "ORDERS.new".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
         let defect = self.unreadable.then(|| (Reason::Unreadable, "bytes".to_owned()));
-        Delivery { raw, id: self.name().into(), digest, defect }
+        Delivery { raw, id: self.name().into(), digest, defect, ignored: None }
     }
 }
 
@@ -600,6 +600,7 @@ fn said(outcome: &Outcome, expected: Option<Said>) -> Option<Said> {
             assert!(delays.contains(&(*delay / 2_u32.pow(failed - 1))), "{delay:?} after {failed} failures");
             Said::Retry { failed }
         }
+        (Outcome::Ignored(_), _) => unreachable!("every message of the model is an order"),
         (Outcome::Retry { .. }, _) => Said::Retry { failed: 0 },
     })
 }

@@ -37,7 +37,7 @@ fn delivery(id: &str, payload: &str, stream_seq: u64) -> Delivery {
     let payload = payload.to_owned().into();
     let raw = Raw { subject: "ORDERS.new".into(), headers, payload, position, unreadable: None };
     let digest = Digest::of(&raw.subject, &raw.payload);
-    Delivery { raw, id: id.into(), digest, defect: None }
+    Delivery { raw, id: id.into(), digest, defect: None, ignored: None }
 }
 
 fn dead(error: &str) -> Outcome {

@@ -77,7 +77,7 @@ impl Tx<'_> {
         let mut ended = Vec::with_capacity(decided.len());
         for (delivery, outcome) in decided {
             match outcome {
-                Outcome::Retry { .. } => continue,
+                Outcome::Ignored(_) | Outcome::Retry { .. } => continue,
                 Outcome::Applied | Outcome::Duplicate => {}
                 Outcome::DeadLettered { reason, error } => {
                     if !self.write_letter(delivery, *reason, error, now_ns).await? {
