@@ -107,8 +107,8 @@ fn by_id(ndjson: &str) -> BTreeMap<String, Value> {
     objects.map(|object| (object["id"].as_str().unwrap().to_owned(), object)).collect()
 }
 
-#[tokio::test]
-async fn they_are_listed_shown_and_exported_whole() {
+/// Three letters that the handler made, with text, JSON and bytes, and a conflict, the newest.
+async fn four_letters() -> (NatsServer, DaemonSpec) {
     let (server, broker) = forgetful_story().await;
     let spec = DaemonSpec::new(server.url());
     let clerk = Arc::new(Clerk::default());
@@ -123,7 +123,12 @@ async fn they_are_listed_shown_and_exported_whole() {
         .publish_anew("ORDERS.new", headers(&[("Nats-Msg-Id", "used")]), br#"{"n":90071992547409931234}"#.to_vec())
         .await;
     clerk.work(&spec).await;
+    (server, spec)
+}
 
+#[tokio::test]
+async fn they_are_listed_by_reason_subject_and_time_and_shown() {
+    let (_server, spec) = four_letters().await;
     let table = spec.run_ok(&["dead-letters", "list"]).await.stdout;
     let lines: Vec<&str> = table.lines().collect();
     assert!(lines[0].starts_with("DEAD AT") && lines.len() == 5, "{table}");
@@ -160,7 +165,11 @@ async fn they_are_listed_shown_and_exported_whole() {
     let shown = spec.run_ok(&["dead-letters", "show", "used", "o-3"]).await.stdout;
     assert!(shown.contains("JSON\n\n{\n  \"n\": 90071992547409931234\n}\n"), "no digit is lost: {shown}");
     assert!(shown.contains("binary\n\n00000000  62 61 64 20 ff 00 1b 5b"), "{shown}");
+}
 
+#[tokio::test]
+async fn they_are_exported_whole() {
+    let (_server, spec) = four_letters().await;
     let file = spec.folder().join("letters.ndjson");
     let exported = spec.run_ok(&["dead-letters", "export"]).await.stdout;
     assert_eq!(spec.run_ok(&["dead-letters", "export", "-"]).await.stdout, exported);
@@ -202,14 +211,9 @@ async fn a_failed_replay_keeps_the_letter_with_its_new_error() {
         broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", id)]), payload.into()).await;
     }
     drop(Store::open(&Database::Sqlite(spec.database())).await.unwrap());
-    let mut writer = spec.db().open_to_write().await;
-    for sql in [
-        "CREATE TABLE parents (id TEXT PRIMARY KEY) STRICT",
-        "CREATE TABLE children (parent TEXT REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED) STRICT",
-    ] {
-        sqlx::query(sql).execute(&mut writer).await.unwrap();
-    }
-    writer.close().await.unwrap();
+    let parents = "CREATE TABLE parents (id TEXT PRIMARY KEY) STRICT; \
+                   CREATE TABLE children (parent TEXT REFERENCES parents (id) DEFERRABLE INITIALLY DEFERRED) STRICT";
+    spec.db().execute(parents).await;
     let spec = spec.set("retry.max_attempts", "1");
     clerk.work(&spec).await;
     assert_eq!(spec.db().texts("SELECT id FROM dead_letters ORDER BY id").await, ["o-1", "o-2", "o-3", "o-5"]);
@@ -220,9 +224,7 @@ async fn a_failed_replay_keeps_the_letter_with_its_new_error() {
     assert!(!ended.unwrap(), "a letter that would fail is exit code 1");
     assert!(said.contains("failed   o-1: no such product") && said.contains("dry run, nothing is changed"), "{said}");
     assert_eq!(errors().await, before);
-    let mut writer = spec.db().open_to_write().await;
-    sqlx::query("UPDATE dead_letters SET error = 'an old one'").execute(&mut writer).await.unwrap();
-    writer.close().await.unwrap();
+    spec.db().execute("UPDATE dead_letters SET error = 'an old one'").await;
 
     let (ended, said) = clerk.desk(&spec, &["replay", "--all"]).await;
     assert!(!ended.unwrap());

@@ -35,4 +35,5 @@ mod store;
 mod story;
 mod support;
 mod terminal;
+mod tidy;
 mod torture;
