@@ -219,6 +219,26 @@ fn each_alert_links_to_its_heading_in_the_runbook() {
     }
 }
 
+#[test]
+fn the_runbook_and_the_reference_have_every_component_of_readyz() {
+    let health = Page::read(root().join("src/telemetry/health.rs")).text;
+    let (health, _) = health.split_once("#[cfg(test)]").unwrap();
+    let starts = ["component: \"", "(\""];
+    let named = starts.iter().flat_map(|start| health.split(start).skip(1)).filter_map(|rest| {
+        let (name, after) = rest.split_once('"')?;
+        (after.starts_with(", &self.") || after.starts_with(", cause")).then_some(name)
+    });
+    let components: std::collections::BTreeSet<&str> = named.collect();
+    assert!(components.len() >= 8, "{components:?}");
+    let runbook = Page::read(root().join("docs/runbook.md"));
+    let reference = Page::read(root().join("docs/reference/http.md")).text;
+    for component in components {
+        let heading = format!("### {component}: ");
+        assert!(runbook.headings().iter().any(|line| line.starts_with(&heading)), "docs/runbook.md: {component}");
+        assert!(reference.contains(&format!("| `{component}` |")), "docs/reference/http.md: {component}");
+    }
+}
+
 /// Headings, and the lists of related texts, quote log lines, `/readyz` and error texts. What differs stands in capitals.
 #[test]
 fn the_runbook_quotes_texts_that_the_program_has() {
