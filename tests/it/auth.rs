@@ -426,16 +426,16 @@ async fn a_password_in_a_settings_file_that_every_user_may_read_is_refused() {
     spec.run_ok(&arguments).await;
 }
 
-/// What the daemon must be allowed to publish, and to subscribe to. README.md, "Permissions", says the same.
-const PUBLISH: [&str; 5] = [
+/// What the daemon must be allowed to publish, and to subscribe to. docs/reference/permissions.md has the same.
+pub const PUBLISH: [&str; 5] = [
     "$JS.API.STREAM.INFO.ORDERS",
     "$JS.API.CONSUMER.INFO.ORDERS.order-processor",
     "$JS.API.CONSUMER.MSG.NEXT.ORDERS.order-processor",
     "$JS.ACK.ORDERS.order-processor.>",
     "$JS.ACK.*.*.ORDERS.order-processor.>",
 ];
-const SUBSCRIBE: &str = "_INBOX.order-processor.>";
-const OPTIONAL: [&str; 2] =
+pub const SUBSCRIBE: &str = "_INBOX.order-processor.>";
+pub const OPTIONAL: [&str; 2] =
     ["$JS.API.STREAM.MSG.GET.ORDERS", "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.ORDERS.order-processor"];
 
 /// A user who may do this and nothing else.

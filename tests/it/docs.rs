@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use crate::auth;
 use crate::support::{DaemonSpec, NatsServer};
 use session::{Session, Step, steps};
 
@@ -216,6 +217,24 @@ fn each_alert_links_to_its_heading_in_the_runbook() {
         let url = format!("runbook_url: docs/runbook.md#{}", slug(alert));
         assert!(block.contains(&url), "{alert} has no {url}");
         assert!(anchors.contains(&slug(alert)), "docs/runbook.md has no heading {alert}");
+    }
+}
+
+/// `auth::*` proves that these are enough, and that each is needed.
+#[test]
+fn the_reference_of_permissions_has_exactly_those_that_are_tested() {
+    let page = Page::read(root().join("docs/reference/permissions.md")).text;
+    let (tables, rest) = page.split_once("## Commands").unwrap();
+    let (_, example) = rest.split_once("## Example").unwrap();
+    let (required, optional) = tables.split_once("## Optional").unwrap();
+    let named = |text: &str| -> Vec<String> {
+        let spans = text.split('`').skip(1).step_by(2).filter(|span| span.starts_with(['$', '_']));
+        spans.map(ToOwned::to_owned).collect()
+    };
+    assert_eq!(named(required), [&auth::PUBLISH[..], &[auth::SUBSCRIBE]].concat());
+    assert_eq!(named(optional), auth::OPTIONAL);
+    for subject in auth::PUBLISH.iter().chain(&auth::OPTIONAL).chain([&auth::SUBSCRIBE]) {
+        assert!(example.contains(&format!("\"{subject}\"")), "the example lacks {subject}");
     }
 }
 
