@@ -4,6 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use order_processor::model::label::Label;
+use order_processor::model::outcome::{OutcomeKind, Reason};
+use order_processor::telemetry::status::Component;
+
 use crate::auth;
 use crate::support::{DaemonSpec, NatsServer};
 use session::{Session, Step, steps};
@@ -240,21 +244,23 @@ fn the_reference_of_permissions_has_exactly_those_that_are_tested() {
 
 #[test]
 fn the_runbook_and_the_reference_have_every_component_of_readyz() {
-    let health = Page::read(root().join("src/telemetry/health.rs")).text;
-    let (health, _) = health.split_once("#[cfg(test)]").unwrap();
-    let starts = ["component: \"", "(\""];
-    let named = starts.iter().flat_map(|start| health.split(start).skip(1)).filter_map(|rest| {
-        let (name, after) = rest.split_once('"')?;
-        (after.starts_with(", &self.") || after.starts_with(", cause")).then_some(name)
-    });
-    let components: std::collections::BTreeSet<&str> = named.collect();
-    assert!(components.len() >= 8, "{components:?}");
     let runbook = Page::read(root().join("docs/runbook.md"));
     let reference = Page::read(root().join("docs/reference/http.md")).text;
-    for component in components {
+    for component in Component::ALL.iter().map(|component| component.name()) {
         let heading = format!("### {component}: ");
         assert!(runbook.headings().iter().any(|line| line.starts_with(&heading)), "docs/runbook.md: {component}");
         assert!(reference.contains(&format!("| `{component}` |")), "docs/reference/http.md: {component}");
+    }
+}
+
+#[test]
+fn the_concepts_have_every_outcome_and_every_reason() {
+    let concepts = Page::read(root().join("docs/concepts.md")).text;
+    for outcome in OutcomeKind::ALL.iter().map(|outcome| outcome.name()) {
+        assert!(concepts.contains(&format!("\n| {outcome} |")), "{outcome}");
+    }
+    for reason in Reason::ALL.iter().map(|reason| reason.name()) {
+        assert!(concepts.contains(&format!("\n| `{reason}` |")), "{reason}");
     }
 }
 
