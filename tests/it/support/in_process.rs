@@ -159,17 +159,17 @@ impl Bench {
     }
 
     /// Starts a worker in this process.
-    pub async fn start(&self, clerk: &Arc<Clerk>) -> Running {
-        self.start_with_pause(clerk, CancellationToken::new()).await
+    pub async fn start<H: Handler>(&self, handler: &Arc<H>) -> Running {
+        self.start_with_pause(handler, CancellationToken::new()).await
     }
 
-    pub async fn start_with_pause(&self, clerk: &Arc<Clerk>, pause: CancellationToken) -> Running {
+    pub async fn start_with_pause<H: Handler>(&self, handler: &Arc<H>, pause: CancellationToken) -> Running {
         let config = self.spec.config();
         let store = Store::open(&config.database).await.expect("the database can be opened");
         make_effects(&mut self.spec.db().open_to_write().await).await;
         let telemetry = Arc::new(Telemetry::new());
         telemetry.health.report(Component::Database, Ok(()));
-        let worker = Worker::new(Arc::new(config), store, clerk.clone(), telemetry.clone(), Until::Stopped);
+        let worker = Worker::new(Arc::new(config), store, handler.clone(), telemetry.clone(), Until::Stopped);
         let stop = CancellationToken::new();
         Running { task: tokio::spawn(worker.run(stop.clone(), pause.cancelled_owned())), stop, telemetry }
     }
