@@ -10,6 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::{StatVfsMountFlags, statvfs};
 use rustix::process::{getegid, geteuid};
 
 pub use parse::ByteSize;
@@ -79,11 +80,19 @@ impl fmt::Debug for Nats {
     }
 }
 
-/// The commands that close a file which is open to users who are neither its owner nor in its group, and leave it readable for
-/// us; `None` if it is closed. The group may read: that is how container platforms hand secrets on.
+/// What closes a file that is open to users who are neither its owner nor in its group, and leaves it readable for us; `None`
+/// if it is closed. The group may read: that is how container platforms hand secrets on.
 pub fn how_to_close(path: &Path, metadata: &Metadata) -> Option<String> {
     if metadata.mode() & 0o006 == 0 {
         return None;
+    }
+    // A secret of a container platform: no command changes it from here.
+    if statvfs(path).is_ok_and(|system| system.f_flag.contains(StatVfsMountFlags::RDONLY)) {
+        return Some(
+            "`defaultMode: 0440` of the volume in Kubernetes, or `mode: 0400` and the uid of the secret in Docker (the file system is \
+             read-only)"
+                .to_owned(),
+        );
     }
     let (path, user, group) = (path.display(), geteuid(), getegid().as_raw());
     let of_our_group = metadata.gid() == group && metadata.mode() & 0o040 != 0;

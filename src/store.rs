@@ -318,7 +318,7 @@ impl Reader {
     }
 }
 
-/// Checks whether `run` could use the database, without waiting, creating or changing anything.
+/// Checks whether `run` could use the database, without creating or changing anything. Waits two seconds for the write lock.
 ///
 /// # Errors
 /// As [`Store::open`]. That the database is in use is not an error here: the daemon may be running.

@@ -79,6 +79,10 @@ pub fn env_layer(env: impl IntoIterator<Item = (OsString, OsString)>, problems: 
         if !shown_name.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_') {
             let what = "is not the name of a setting: these are capital letters, digits and underscores";
             problems.push(format!("environment {}: {what}", shown_name.escape_debug()));
+        } else if value.to_str().is_some_and(is_quoted) {
+            let what =
+                "(value not shown) stands in quotation marks, which belong to the value here; write it without them";
+            problems.push(format!("environment {shown_name}: {what}"));
         } else if let Some(value) = value.to_str() {
             variables.insert(shown_name.into_owned(), value.to_owned());
         } else {
@@ -94,6 +98,11 @@ pub fn env_layer(env: impl IntoIterator<Item = (OsString, OsString)>, problems: 
         layer.place(&key, value, &format!("environment {}", variable(&key)), problems);
     }
     layer
+}
+
+/// Docker's env files and Kubernetes manifests keep the quotation marks that a shell removes. No setting has such a value.
+fn is_quoted(value: &str) -> bool {
+    ['"', '\''].iter().any(|mark| value.len() > 1 && value.starts_with(*mark) && value.ends_with(*mark))
 }
 
 /// The variable that `ORDER_PROCESSOR_BATCH__MAX_BYTES` was to be. `None` for what deployments put under the same prefix, such as

@@ -15,6 +15,7 @@ use crate::config::{Config, OnConflict};
 use crate::handler::Handler;
 use crate::jetstream::connection::{self, ConnectError, Visit};
 use crate::jetstream::consumer::{self, BindError, Found};
+use crate::jetstream::gate;
 use crate::jetstream::given_up::Start;
 use crate::jetstream::walk::{Gone, Walk, WalkError};
 use crate::model::delivery::Delivery;
@@ -182,6 +183,7 @@ impl Scope {
             let start = if start_ns > 0 { time(start_ns) } else { format!("message {start_seq}") };
             notes.push(format!("the consumer starts at {start}; what is older was never for it and is not checked"));
         }
+        notes.extend(gate::unauditable(stream));
         let wanted = start_seq.max(from.unwrap_or(1)).max(1);
         if floor > last {
             notes.push(format!(

@@ -1,8 +1,10 @@
-//! `check`: whether `run` would find everything as it needs it. Changes nothing.
+//! `check`: whether `run` would find everything as it needs it, and what a running daemon reports of itself. Changes nothing.
 
 use std::io::{self, Write};
 
+use super::status;
 use crate::config::Config;
+use crate::jetstream::connection::Visit;
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::{connection, consumer, permissions};
 use crate::model::text::chain;
@@ -13,72 +15,122 @@ use crate::store::{self, Presence};
 pub enum Verdict {
     Good,
     Failed,
-    /// The settings, or the files that they name, do not open the door.
+    /// The server rejects the login, or a file of the login cannot be used.
     LockedOut,
 }
 
-/// Prints one line for each thing looked at.
+/// Prints one line for each thing that was checked.
 pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
-    let mut all_good = true;
-    let mut locked_out = false;
-    let mut say = |good: bool, what: &str, text: &str| {
-        all_good &= good;
-        writeln!(out, "{:<5} {what:<11} {text}", if good { "ok" } else { "FAIL" })
-    };
+    let mut report = Report { out, verdict: Verdict::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
-    say(true, "config", "every setting is valid")?;
+    report.good("config", "every setting is valid")?;
     match connection::visit(&config.nats).await {
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
-            say(true, "connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
-            match consumer::visit(&visit, &config.consumer).await {
-                Ok(found) => {
-                    let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
-                    if findings.iter().all(|finding| finding.severity == Severity::Warned) {
-                        let (stream, consumer) = (&config.consumer.stream, &config.consumer.name);
-                        say(true, "consumer", &format!("{consumer} on {stream}"))?;
-                    }
-                    for finding in findings {
-                        match finding.severity {
-                            Severity::Refused => say(false, "consumer", &finding.text)?,
-                            Severity::Warned => say(true, "warning", &finding.text)?,
-                        }
-                    }
-                    let mut permitted = true;
-                    let pull = permissions::to_pull(&visit, &config.consumer).await;
-                    let acknowledge = permissions::to_acknowledge(&visit, &config.consumer).await;
-                    for (what, tried) in [("pull", pull), ("acknowledge", acknowledge)] {
-                        if let Err(error) = tried {
-                            permitted = false;
-                            say(false, "permissions", &format!("to {what}: {}", chain(&error)))?;
-                        }
-                    }
-                    if permitted {
-                        say(true, "permissions", "to pull and to acknowledge")?;
-                    }
-                }
-                Err(error) => say(false, "consumer", &chain(&error))?,
-            }
+            report.good("connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
+            report.consumer(config, &visit).await?;
         }
         Err(error) => {
-            locked_out = error.is_about_settings();
-            say(false, "connection", &chain(&error))?;
-            say(false, "consumer", "not looked at without a connection")?;
+            report.bad("connection", &chain(&error))?;
+            report.bad("consumer", "not checked: no connection to the server")?;
+            if error.is_about_settings() {
+                report.verdict = Verdict::LockedOut;
+            }
         }
     }
-    match store::check(&config.database).await {
-        Ok(Presence::Exists) => say(true, "database", &config.database.to_string())?,
-        Ok(Presence::WillBeCreated) => say(true, "database", &format!("{} will be created", config.database))?,
-        Err(error) => say(false, "database", &chain(&error))?,
-    }
+    report.daemon(config).await?;
+    report.database(config).await?;
     match store::paused(&config.database) {
-        Ok(Some(pause)) => say(true, "warning", &format!("paused {pause}; `order-processor resume` ends it"))?,
+        Ok(Some(pause)) => report.warn(&format!("paused {pause}; `order-processor resume` ends it"))?,
         Ok(None) => {}
-        Err(error) => say(false, "pause", &chain(&error))?,
+        Err(error) => report.bad("pause", &chain(&error))?,
     }
-    Ok(match (locked_out, all_good) {
-        (true, _) => Verdict::LockedOut,
-        (false, false) => Verdict::Failed,
-        (false, true) => Verdict::Good,
-    })
+    Ok(report.verdict)
+}
+
+struct Report<'a, W> {
+    out: &'a mut W,
+    verdict: Verdict,
+}
+
+impl<W: Write> Report<'_, W> {
+    fn good(&mut self, what: &str, text: &str) -> io::Result<()> {
+        writeln!(self.out, "ok    {what:<11} {text}")
+    }
+
+    fn warn(&mut self, text: &str) -> io::Result<()> {
+        self.good("warning", text)
+    }
+
+    fn bad(&mut self, what: &str, text: &str) -> io::Result<()> {
+        if self.verdict == Verdict::Good {
+            self.verdict = Verdict::Failed;
+        }
+        writeln!(self.out, "FAIL  {what:<11} {text}")
+    }
+
+    async fn consumer(&mut self, config: &Config, visit: &Visit) -> io::Result<()> {
+        let found = match consumer::visit(visit, &config.consumer).await {
+            Ok(found) => found,
+            Err(error) => return self.bad("consumer", &chain(&error)),
+        };
+        let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
+        if findings.iter().all(|finding| finding.severity == Severity::Warned) {
+            self.good("consumer", &format!("{} on {}", config.consumer.name, config.consumer.stream))?;
+        }
+        for finding in findings {
+            match finding.severity {
+                Severity::Refused => self.bad("consumer", &finding.text)?,
+                Severity::Warned => self.warn(&finding.text)?,
+            }
+        }
+        if let Some(limit) = gate::unauditable(&found.stream) {
+            self.warn(&limit)?;
+        }
+        let pull = permissions::to_pull(visit, &config.consumer).await;
+        let acknowledge = permissions::to_acknowledge(visit, &config.consumer).await;
+        if pull.is_ok() && acknowledge.is_ok() {
+            return self.good("permissions", "to pull and to acknowledge");
+        }
+        for (what, tried) in [("pull", pull), ("acknowledge", acknowledge)] {
+            if let Err(error) = tried {
+                self.bad("permissions", &format!("to {what}: {}", chain(&error)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A daemon that runs knows more than a look from outside.
+    async fn daemon(&mut self, config: &Config) -> io::Result<()> {
+        match status::daemon(config.http.listen).await {
+            Ok(None) => Ok(()),
+            Ok(Some(daemon)) => {
+                let mut problems = daemon.problems().peekable();
+                if problems.peek().is_none() {
+                    return self.good("daemon", "runs and reports no problem");
+                }
+                for (component, cause) in problems {
+                    self.bad("daemon", &format!("is not ready: {component}: {cause}"))?;
+                }
+                Ok(())
+            }
+            Err(problem) => self.bad("daemon", &problem),
+        }
+    }
+
+    async fn database(&mut self, config: &Config) -> io::Result<()> {
+        let database = &config.database;
+        let holder = store::holder(database);
+        match (store::check(database).await, holder) {
+            (Err(error), _) | (Ok(_), Err(error)) => self.bad("database", &chain(&error)),
+            (Ok(Presence::Exists), Ok(_)) => self.good("database", &database.to_string()),
+            (Ok(Presence::WillBeCreated), Ok(None)) => self.good("database", &format!("{database} will be created")),
+            (Ok(Presence::WillBeCreated), Ok(Some(holder))) => self.bad(
+                "database",
+                &format!(
+                    "{database} does not exist any longer, but {holder} uses it: put the file back, or restore a backup"
+                ),
+            ),
+        }
+    }
 }

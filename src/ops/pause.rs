@@ -1,4 +1,4 @@
-//! `pause` and `resume`: the daemon lets go of the database, so that it can be serviced, and goes on afterwards.
+//! `pause` and `resume`: the daemon closes the database for maintenance, and processes orders again afterwards.
 
 use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
@@ -7,19 +7,23 @@ use clap::Args;
 use tokio::time::Instant;
 
 use crate::config::{Config, Database};
+use crate::jetstream::{connection, consumer, gate};
+use crate::model::text::chain;
 use crate::ops::operator;
 use crate::store::{self, Holder, OpenError, Pause};
 
-/// What the daemon may need beyond `shutdown.timeout`, which bounds its drain: to see the marker, and to close.
+/// What the daemon may need beyond `shutdown.timeout`, which bounds its drain: to find the marker, and to close.
 const GRACE: Duration = Duration::from_secs(10);
+/// How long the server may take to describe the consumer.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(3);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Args)]
 pub struct PauseArgs {
-    /// Why, for whoever looks at the status meanwhile
+    /// The reason, which the status shows during the pause
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
-    /// Return at once, also while the daemon still has the database open
+    /// Return immediately, even while the daemon still has the database open
     #[arg(long)]
     no_wait: bool,
 }
@@ -29,7 +33,7 @@ pub enum PauseError {
     #[error(transparent)]
     Database(#[from] OpenError),
     #[error(
-        "paused, but {holder} still has {database} open after {} s; see its log, `order-processor resume` calls the pause off",
+        "paused, but {holder} still has {database} open after {} s; see its log; `order-processor resume` ends the pause",
         waited.as_secs()
     )]
     Held { database: Database, holder: Holder, waited: Duration },
@@ -37,7 +41,7 @@ pub enum PauseError {
     Output(#[from] io::Error),
 }
 
-/// Puts the marker there and waits until nobody has the database open.
+/// Writes the marker and waits until no process has the database open.
 pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Result<(), PauseError> {
     let database = &config.database;
     let at = humantime::format_rfc3339_seconds(SystemTime::now()).to_string();
@@ -46,6 +50,7 @@ pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Re
         let theirs = store::paused(database)?.unwrap_or_default();
         writeln!(out, "was paused already {theirs}")?;
     }
+    warn_of_the_server(config, out).await?;
     if args.no_wait {
         writeln!(out, "paused; the daemon closes {database} after it finishes its held deliveries")?;
         return Ok(());
@@ -62,7 +67,24 @@ pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Re
     Ok(())
 }
 
-/// Takes the marker away. Not to be paused is no error: the end is what was asked for.
+/// Prints what the server does to the consumer while nobody pulls. A pause does not depend on the answer.
+async fn warn_of_the_server(config: &Config, out: &mut impl Write) -> io::Result<()> {
+    let asked = tokio::time::timeout(ANSWER_PATIENCE, async {
+        let visit = connection::visit(&config.nats).await.map_err(|error| chain(&error))?;
+        consumer::visit(&visit, &config.consumer).await.map_err(|error| chain(&error))
+    });
+    match asked.await.unwrap_or_else(|_| Err("no answer from the server".to_owned())) {
+        Ok(found) => match gate::during_a_pause(&found.stream, &found.consumer) {
+            Some(danger) => writeln!(out, "warning: {danger}"),
+            None => Ok(()),
+        },
+        Err(error) => {
+            writeln!(out, "warning: not known whether the server deletes the consumer during the pause: {error}")
+        }
+    }
+}
+
+/// Removes the marker. A daemon that is not paused is not an error: the result is what the operator asked for.
 pub fn resume(config: &Config, out: &mut impl Write) -> Result<(), PauseError> {
     let database = &config.database;
     let was = store::paused(database)?;

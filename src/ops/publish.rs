@@ -13,6 +13,7 @@ use clap::{ArgGroup, Args};
 use indicatif::ProgressBar;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
+use super::setup;
 use crate::config::Config;
 use crate::jetstream::connection::{self, ConnectError, Denials, Visit};
 use crate::model::id::MESSAGE_ID_HEADER;
@@ -191,7 +192,10 @@ impl Publisher {
         let mut headers = HeaderMap::new();
         headers.insert(MESSAGE_ID_HEADER, format!("{}-{}", self.prefix, self.number).as_str());
         let sent = self.jetstream.publish_with_headers(self.subject.clone(), headers, payload.into()).await;
-        let receipt = sent.map_err(|error| self.not_stored(self.number, error))?;
+        let receipt = match sent {
+            Ok(receipt) => receipt,
+            Err(error) => return Err(self.not_stored(self.number, error).await),
+        };
         self.in_flight.push_back((self.number, receipt));
         self.number += 1;
         Ok(())
@@ -200,7 +204,10 @@ impl Publisher {
     /// Waits for the oldest receipt that is due.
     async fn receipt(&mut self) -> Result<(), PublishError> {
         let Some((number, receipt)) = self.in_flight.pop_front() else { return Ok(()) };
-        let receipt = receipt.into_future().await.map_err(|error| self.not_stored(number, error))?;
+        let receipt = match receipt.into_future().await {
+            Ok(receipt) => receipt,
+            Err(error) => return Err(self.not_stored(number, error).await),
+        };
         self.published.stored += 1;
         self.published.duplicates += u64::from(receipt.duplicate);
         self.progress.show(self.published.stored);
@@ -215,7 +222,7 @@ impl Publisher {
         Ok(self.published)
     }
 
-    fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
+    async fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
         let (stored, prefix) = (self.published.stored, quoted(&self.prefix));
         let mut rest = match &self.file {
             Some(path) => quoted(&path.display().to_string()),
@@ -226,12 +233,32 @@ impl Publisher {
             rest = format!("{rest} --subject {}", quoted(&self.subject));
         }
         let error = match error.kind() {
-            PublishErrorKind::StreamNotFound => {
-                format!("no stream takes {}; create it with `order-processor setup`", self.subject)
-            }
+            PublishErrorKind::StreamNotFound => format!("no stream takes {}; {}", self.subject, self.remedy().await),
             _ => self.denials.last().map_or_else(|| error.to_string(), |denied| denied.to_string()),
         };
         PublishError::NotStored { number, stored, rest, prefix, error }
+    }
+}
+
+impl Publisher {
+    /// What helps if no stream takes the subject.
+    async fn remedy(&self) -> String {
+        let stream = &self.stream;
+        match self.denials.answer(self.jetstream.get_stream(stream)).await {
+            Ok(Ok(found)) => {
+                let subjects = found.cached_info().config.subjects.join(", ");
+                format!("stream {stream} takes {subjects}: choose one of these with --subject")
+            }
+            Ok(Err(error)) if setup::is_missing_stream(error.kind()) => {
+                "create it with `order-processor setup`".to_owned()
+            }
+            // The login may lack the permission for the question.
+            Ok(Err(_)) | Err(_) => {
+                format!(
+                    "if stream {stream} exists, choose one of its subjects with --subject, else run `order-processor setup`"
+                )
+            }
+        }
     }
 }
 

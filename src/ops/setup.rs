@@ -285,7 +285,7 @@ async fn report_findings(
     Ok(findings.iter().all(|finding| finding.severity == Severity::Warned))
 }
 
-fn is_missing_stream(kind: GetStreamErrorKind) -> bool {
+pub(super) fn is_missing_stream(kind: GetStreamErrorKind) -> bool {
     matches!(kind, GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND)
 }
 

@@ -156,7 +156,7 @@ impl Source<'_> {
 }
 
 /// What the daemon says of itself; `None` if there is none.
-async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String> {
+pub(super) async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String> {
     // Port 0 lets the system choose, and only the daemon's log knows which one.
     if listen.port() == 0 {
         return Ok(None);
@@ -195,6 +195,12 @@ struct Problem {
 }
 
 impl Daemon {
+    /// What keeps it from being ready: component and cause. A pause is the operator's will.
+    pub(super) fn problems(&self) -> impl Iterator<Item = (&str, &str)> {
+        let problems = self.problems.iter().filter(|problem| problem.component != "paused");
+        problems.map(|problem| (problem.component.as_str(), problem.cause.as_str()))
+    }
+
     /// In one line, with the cause.
     fn health(&self) -> String {
         let causes: Vec<String> =

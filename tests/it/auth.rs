@@ -1,5 +1,6 @@
 //! Authentication and permissions: every way in, wrong keys, keys that are replaced, and the least that a daemon needs.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -387,6 +388,27 @@ async fn files_that_cannot_be_used_are_refused_at_the_start() {
         let checked = spec.run(&["check"]).await;
         assert_eq!(checked.code, Some(code), "{mode:o}: {checked:?}");
     }
+}
+
+/// A secret of a container platform: the command that closes a file elsewhere cannot work there.
+#[tokio::test]
+async fn the_advice_on_an_open_secret_of_a_read_only_volume_is_the_platforms() {
+    let folder = TempDir::new().unwrap();
+    let token = folder.path().join("token");
+    std::fs::write(&token, "secret").unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o444)).unwrap();
+    let place = folder.path().display().to_string();
+    let mount = format!("mount --bind '{place}' '{place}' && mount -o remount,bind,ro '{place}' && exec \"$0\" \"$@\"");
+    let through = ["unshare", "--mount", "--map-root-user", "sh", "-c", &mount];
+    let spec = DaemonSpec::new("nats://127.0.0.1:9").set("nats.token_file", &token);
+    if !spec.command_through(&through, &["--version"]).output().is_ok_and(|tried| tried.status.success()) {
+        eprintln!("NOT TESTED: a read-only mount cannot be made here; it takes user namespaces");
+        return;
+    }
+    let finished = spec.command_through(&through, &["run"]).output().unwrap();
+    let said = String::from_utf8(finished.stderr).unwrap();
+    assert_eq!(finished.status.code(), Some(2), "{said}");
+    assert!(said.contains("defaultMode: 0440") && !said.contains("chmod"), "{said}");
 }
 
 #[tokio::test]

@@ -146,3 +146,67 @@ async fn a_stream_with_sources_is_warned_of() {
     broker.create(stream::Config { sources: Some(vec![source]), ..stream_config() }, consumer_config()).await;
     warned(&DaemonSpec::new(server.url()), &["sources (SHOP)"]).await;
 }
+
+#[tokio::test]
+async fn check_shows_what_a_running_daemon_reports_and_a_database_that_another_program_locks() {
+    let (_server, broker, spec) = bench(stream_config(), consumer_config()).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    let checked = spec.run_ok(&["check"]).await;
+    assert!(checked.stdout.contains("ok    daemon      runs and reports no problem"), "{checked:?}");
+
+    let lock = spec.db().lock().await;
+    broker.publish("Order Data 1").await;
+    worker.not_ready("database").await;
+    let checked = spec.run(&["check"]).await;
+    assert_eq!(checked.code, Some(1), "{checked:?}");
+    assert!(checked.stdout.contains("FAIL  daemon      is not ready: database: "), "{checked:?}");
+    assert!(checked.stdout.contains("FAIL  database    "), "{checked:?}");
+    assert!(checked.stdout.contains("write lock"), "{checked:?}");
+    drop(lock);
+    broker.acknowledged(1).await;
+    spec.run_ok(&["check"]).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn check_does_not_promise_to_create_a_database_that_a_daemon_has_lost() {
+    let (_server, _, spec) = bench(stream_config(), consumer_config()).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    std::fs::remove_file(spec.database()).unwrap();
+    let checked = spec.run(&["check"]).await;
+    assert_eq!(checked.code, Some(1), "{checked:?}");
+    assert!(checked.stdout.contains("does not exist any longer, but process "), "{checked:?}");
+    assert!(!checked.stdout.contains("will be created"), "{checked:?}");
+}
+
+#[tokio::test]
+async fn pause_tells_that_the_server_deletes_the_consumer_meanwhile() {
+    let fleeting = pull::Config { inactive_threshold: Duration::from_secs(3600), ..consumer_config() };
+    let (mut server, broker, spec) = bench(stream_config(), fleeting).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let paused = spec.run_ok(&["pause"]).await;
+    assert!(paused.stdout.contains("warning: consumer order-processor has inactive_threshold 1h"), "{paused:?}");
+    spec.run_ok(&["resume"]).await;
+    broker.edit_consumer(consumer_config()).await;
+    let paused = spec.run_ok(&["pause"]).await;
+    assert!(!paused.stdout.contains("warning"), "{paused:?}");
+    // A pause does not need the server.
+    server.stop().await;
+    let paused = spec.run_ok(&["pause"]).await;
+    assert!(paused.stdout.contains("warning: not known whether the server deletes the consumer"), "{paused:?}");
+    assert!(paused.stdout.contains("no daemon has"), "{paused:?}");
+}
+
+#[tokio::test]
+async fn audit_and_check_tell_that_a_work_queue_keeps_no_evidence() {
+    let (_server, broker, spec) = bench(retained(RetentionPolicy::WorkQueue), consumer_config()).await;
+    broker.publish_numbered(1..=3).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let words = "stream ORDERS has retention workqueue: the server deletes a message after its acknowledgement";
+    for command in ["check", "audit"] {
+        let finished = spec.run_ok(&[command]).await;
+        assert!(format!("{}{}", finished.stdout, finished.stderr).contains(words), "{command}: {finished:?}");
+    }
+}

@@ -48,6 +48,16 @@ async fn a_variable_with_one_underscore_too_few_is_an_error() {
 }
 
 #[tokio::test]
+async fn a_value_in_quotation_marks_in_the_environment_is_an_error_that_names_them() {
+    for value in ["\"nats://127.0.0.1:4222\"", "'ORDERS'"] {
+        let finished =
+            refused(&spec().set("consumer.stream", value), &["run"], &["ORDER_PROCESSOR__CONSUMER__STREAM"]).await;
+        assert_eq!(finished.complaints().len(), 1, "{finished:?}");
+        assert!(finished.stderr.contains("stands in quotation marks"), "{finished:?}");
+    }
+}
+
+#[tokio::test]
 async fn bad_values_are_errors_that_name_key_source_and_what_is_allowed() {
     for (key, value) in [
         ("retry.max_attempts", "0"),

@@ -83,7 +83,12 @@ pub(super) async fn apply(
     let asked = asked.into_iter().filter(|asked| value_of(&settings, asked.key) != asked.wanted);
     let (to_do, left): (Vec<_>, Vec<_>) = asked.partition(|asked| args.update && asked.editable);
     if to_do.is_empty() && left.is_empty() {
-        writeln!(out, "{what} exists, left as it is")?;
+        match target {
+            Target::Stream => {
+                writeln!(out, "{what} exists for {}, left as it is", stream.config.subjects.join(", "))?;
+            }
+            Target::Consumer => writeln!(out, "{what} exists, left as it is")?,
+        }
         return Ok(false);
     }
     for asked in &left {

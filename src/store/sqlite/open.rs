@@ -216,7 +216,17 @@ pub async fn check(path: &Path) -> Result<Presence, OpenError> {
         return Ok(Presence::WillBeCreated);
     }
     require_known_schema(path).await?;
+    require_unlocked(path).await?;
     Ok(Presence::Exists)
+}
+
+/// That no other program keeps the write lock. The daemon itself holds it for one commit at a time.
+async fn require_unlocked(path: &Path) -> Result<(), OpenError> {
+    let unusable = |source| OpenError::sqlite(path, source);
+    let locking = |source| unusable(failed("another program keeps the write lock", source));
+    let mut connection = connect(&options(path), "opening the database").await.map_err(unusable)?;
+    sqlx::raw_sql("BEGIN IMMEDIATE; ROLLBACK").execute(&mut connection).await.map_err(locking)?;
+    connection.close().await.map_err(locking)
 }
 
 pub fn options(path: &Path) -> SqliteConnectOptions {
