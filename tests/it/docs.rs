@@ -351,6 +351,17 @@ fn no_migration_rebuilds_the_table_of_orders() {
     }
 }
 
+#[test]
+fn the_readme_shows_the_steps_of_the_demo() {
+    let demo = Page::read(root().join("tests/tools/demo.sh")).text;
+    let readme = pages().swap_remove(0).text;
+    let steps: Vec<&str> = readme.lines().filter_map(|line| line.strip_prefix("== ")).collect();
+    assert!(steps.len() > 4, "{steps:?}");
+    for step in steps {
+        assert!(demo.contains(&format!("step \"{step}\"")), "{step}");
+    }
+}
+
 #[tokio::test]
 async fn the_reference_pages_are_what_the_binary_prints() {
     let spec = DaemonSpec::new("nats://127.0.0.1:1");

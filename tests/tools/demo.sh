@@ -11,7 +11,7 @@ work=$(mktemp -d)
 
 main() {
     nats_server=$("$tools/nats-server.sh")
-    step "build the daemon (the first time takes some minutes)"
+    step "build the daemon (the first build takes some minutes)"
     build
 
     step "start $("$nats_server" --version) with JetStream and file storage"
@@ -32,21 +32,21 @@ main() {
     step "run the daemon: it processes the 5"
     start_daemon
     wait_for processed_ids 5
-    step "stop it with SIGTERM: it drains"
+    step "stop the daemon with SIGTERM: it drains"
     stop_daemon
 
-    step "publish 5 more while nobody works"
+    step "publish 5 more while the daemon is stopped"
     product publish --count 5
     expect "processed before the restart" 5 "$(status processed_ids)"
     expect "pending before the restart" 5 "$(status num_pending)"
 
-    step "run the daemon again: those 5 at once"
+    step "run the daemon again: it resumes at the ack floor"
     start_daemon
     wait_for processed_ids 10
     wait_for ack_floor.stream_seq 10
-    step "the status of it all"
+    step "show the status"
     product status
-    step "stop it"
+    step "stop the daemon"
     stop_daemon
 
     expect "ack floor" 10 "$(status ack_floor.stream_seq)"
