@@ -45,10 +45,11 @@ deb: ## build the Debian package with cargo-deb (cargo install --locked cargo-de
 deploy-test: ## run what is in deploy/ for real: package, container, Prometheus; as root, 6 minutes; ARGS="systemd" picks
 	@STRICT="$(STRICT)" deploy/tests/run.sh $(ARGS)
 
-lint: ## formatting, clippy and rustdoc, warnings are errors
+lint: ## formatting, clippy and rustdoc, warnings are errors; licences and sources of dependencies
 	cargo fmt --check
 	cargo clippy --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items --locked
+	tests/tools/deny.sh
 
 clean: ## remove what was built and fetched, and the data of `make run`
 	cargo clean

