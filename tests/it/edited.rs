@@ -49,7 +49,7 @@ async fn an_edit_that_must_be_refused_stops_the_work_until_corrected() {
     worker.ready().await;
     broker.edit_consumer(consumer::pull::Config { max_deliver: 5, ..consumer_config() }).await;
     worker.not_ready("max_deliver 5, more than retry.max_attempts 5 is needed").await;
-    worker.logged(&["WARN", "--max-deliver=-1"]).await;
+    worker.logged(&["setup --update --unset max-deliver"]).await;
     broker.publish("Order Data 1").await;
     assert_eq!(spec.db().count("orders").await, 0);
 

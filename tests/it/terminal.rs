@@ -220,7 +220,7 @@ async fn a_no_on_the_terminal_deletes_and_discards_nothing_and_says_so() {
     let Some(tmux) = Tmux::start(&spec, &["teardown"], (100, 24)) else { return };
     tmux.shows(&["Type its name to confirm:"]).await;
     tmux.ask(&["send-keys", "-t", "view", "ORDER", "Enter"]);
-    tmux.shows(&["order-processor: nothing was deleted", "ended with 1"]).await;
+    tmux.shows(&["order-processor: nothing was changed", "ended with 1"]).await;
     drop(tmux);
     assert_eq!(broker.stream_info().await.state.messages, 0, "the stream is there");
 
