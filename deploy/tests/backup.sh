@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the guide says of backups: a copy made while the daemon works is whole, and an old copy loses nothing as long as the stream
+# What docs/backup.md says: a copy made while the daemon works is whole, and an old copy loses nothing as long as the stream
 # still has the messages, and they are audited or the consumer is made anew.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -285,7 +285,7 @@ print(json.dumps(all(rule["health"] != "err" for group in json.load(sys.stdin) f
     claim "down" quietly_or_show docker compose down --volumes
 }
 
-# As the guide says it, with another image that has a shell.
+# As docs/backup.md says it, with another image that has a shell.
 backup_and_restore() {
     local volume=${COMPOSE_PROJECT_NAME}_orders backup=$work/backup
     mkdir "$backup"

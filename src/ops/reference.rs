@@ -134,7 +134,7 @@ fn options(page: &mut String, command: &Command, wanted: impl Fn(&Arg) -> bool) 
         };
         let fixed = arg.get_default_values().iter().map(|value| value.to_string_lossy());
         let default = if takes_value { fixed.chain([described.into()]).collect::<String>() } else { String::new() };
-        let possible: Vec<String> = match takes_value {
+        let possible: Vec<String> = match takes_value && !arg.is_hide_possible_values_set() {
             true => arg.get_possible_values().iter().map(|value| format!("`{}`", value.get_name())).collect(),
             false => Vec::new(),
         };

@@ -144,7 +144,7 @@ impl Session {
 
     /// Waits until the log has these lines, in this order.
     fn logs(&mut self, shown: &[String]) -> Result<(), Vec<String>> {
-        let deadline = Instant::now() + READ_PATIENCE;
+        let deadline = Instant::now() + PATIENCE;
         loop {
             let ended = self.has_ended();
             let Some(daemon) = &self.daemon else { return Ok(()) };
