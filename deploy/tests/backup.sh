@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What docs/backup.md says: a copy made while the daemon works is whole, and an old copy loses nothing as long as the stream
-# still has the messages, and they are audited or the consumer is made anew.
+# still has the messages, and they are audited or the consumer is recreated.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -57,10 +57,9 @@ main() {
     claim "and are processed" eventually 15 has_rows 2510
     stop_daemon
 
-    step "restore it again, and make the consumer anew"
+    step "restore it again, and recreate the consumer"
     restore
-    claim "make the consumer anew" "$order_processor" teardown --consumer-only --yes
-    claim "with setup" "$order_processor" setup
+    claim "recreate the consumer at the first message" "$order_processor" setup --recreate --start-seq 1 --yes
     start_daemon
     claim "now all orders are there" eventually 30 has_rows 2510
     claim "the known ones are duplicates" eventually 10 metric_is 'outcomes_total{outcome="duplicate"}' "$in_backup"
