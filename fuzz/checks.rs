@@ -6,8 +6,9 @@ use std::io::Write;
 use std::path::Path;
 
 use order_processor::config::{Config, Loaded};
-use order_processor::jetstream::unreadable::{read_answer, why_unreadable};
-use order_processor::model::delivery::{Delivery, Position, Raw};
+use order_processor::jetstream::stored::read_answer;
+use order_processor::jetstream::unreadable::why_unreadable;
+use order_processor::model::delivery::{Arrival, Delivery, Position, Raw};
 use order_processor::model::id::{IdScheme, MESSAGE_ID_HEADER};
 
 /// Lines of text: reply subject, subject, id pointer, then headers up to an empty line; the rest is the payload.
@@ -83,7 +84,7 @@ fn assert_the_pointer_is_followed(delivery: &Delivery, pointer: Option<&str>, pa
 pub fn quarantine(bytes: &[u8]) {
     if let Ok(Some(stored)) = read_answer(bytes) {
         let (seq, published_ns, payload) = (stored.seq, stored.published_ns, stored.payload.clone());
-        let (raw, reply) = stored.into_arrival("ORDERS", "order-processor", "why".into());
+        let Arrival { raw, reply } = stored.into_unreadable("ORDERS", "order-processor", "why".into());
         assert_eq!((raw.position.stream_seq, raw.position.published_ns), (seq, published_ns));
         assert_eq!(Position::parse(&reply.subject).map(|position| position.stream_seq), Some(seq));
         assert_eq!(raw.payload, payload);

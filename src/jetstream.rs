@@ -1,13 +1,25 @@
-//! The server's side: everything that names the client library.
+//! The server's side: connect, bind, pull, acknowledge, and read what a stream holds.
 
+pub mod advisory;
+mod bind;
 pub mod connection;
 pub mod consumer;
 pub mod deletion;
+mod error;
+mod event;
+mod events;
 mod gaps;
 pub mod gate;
-pub mod given_up;
+mod limits;
 mod link;
+pub mod look;
+mod notices;
 pub mod permissions;
+mod pull;
 pub mod secrets;
+mod session;
+pub mod stored;
 pub mod unreadable;
 pub mod walk;
+
+pub use error::Error;

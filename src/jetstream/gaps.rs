@@ -6,7 +6,7 @@
 //! not the consumer's; only what vanishes from `num_pending` without a delivery is certain. No trace at all is left by what was
 //! delivered, and lost with a worker, before it was dropped, and by a purge while no worker runs: it moves the consumer along.
 
-use super::consumer::Found;
+use super::look::Snapshot;
 use crate::model::delivery::Position;
 
 /// Gaps between two looks that are kept apart.
@@ -37,7 +37,7 @@ pub struct Positions {
     gaps: Vec<Gap>,
     /// The first message that came with a sequence that another one had before: the stream lost its tail and has grown again.
     second: Option<u64>,
-    last: Option<Look>,
+    last: Option<Figures>,
 }
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ struct Gap {
 
 /// The figures of one look. Those of the stream are a moment older than those of the consumer.
 #[derive(Clone, Copy, Debug)]
-pub struct Look {
+pub struct Figures {
     first: u64,
     last: u64,
     /// When the last one was published.
@@ -62,9 +62,9 @@ pub struct Look {
     filtered: bool,
 }
 
-impl Look {
-    pub fn of(found: &Found) -> Self {
-        let (state, consumer) = (&found.stream.state, &found.consumer);
+impl Figures {
+    pub fn of(snapshot: &Snapshot) -> Self {
+        let (state, consumer) = (&snapshot.stream.state, &snapshot.consumer);
         Self {
             first: state.first_sequence,
             last: state.last_sequence,
@@ -73,14 +73,14 @@ impl Look {
             delivered_consumer_seq: consumer.delivered.consumer_sequence,
             floor: consumer.ack_floor.stream_sequence,
             pending: consumer.num_pending,
-            filtered: found.is_filtered(),
+            filtered: snapshot.is_filtered(),
         }
     }
 }
 
 impl Positions {
     /// A new binding. `fresh`: to another stream than before, or to another consumer on it.
-    pub fn bound(&mut self, look: Look, fresh: bool) -> Vec<Notice> {
+    pub fn bound(&mut self, look: Figures, fresh: bool) -> Vec<Notice> {
         if fresh {
             // Where a consumer begins is its creator's will.
             *self = Self::default();
@@ -96,7 +96,7 @@ impl Positions {
     /// One delivery came. Whether it wants a look: it leaves a gap, or has the sequence of another message.
     pub fn delivered(&mut self, position: Position) -> bool {
         // An empty stream says that its last message came in the year 1.
-        let is_second = |last: &Look| {
+        let is_second = |last: &Figures| {
             last.last_ns > 0 && position.stream_seq <= last.last && i128::from(position.published_ns) > last.last_ns
         };
         if self.second.is_none() && self.last.as_ref().is_some_and(is_second) {
@@ -117,7 +117,7 @@ impl Positions {
     }
 
     /// A fresh look.
-    pub fn seen(&mut self, look: Look) -> Vec<Notice> {
+    pub fn seen(&mut self, look: Figures) -> Vec<Notice> {
         let mut notices = Vec::new();
         let before = self.last.replace(look);
         let second = self.second.take();
@@ -161,12 +161,12 @@ impl Positions {
 
 impl Positions {
     /// The last delivery that the server has made, to anybody, is one that came here.
-    fn has_seen_all_of(&self, look: &Look) -> bool {
+    fn has_seen_all_of(&self, look: &Figures) -> bool {
         self.last.is_some() && self.consumer_seq == look.delivered_consumer_seq
     }
 }
 
-impl Look {
+impl Figures {
     fn vanished_until(&self, later: &Self) -> Option<Notice> {
         // As many as this were delivered for the first time, at the most.
         let deliveries = later.delivered_consumer_seq.checked_sub(self.delivered_consumer_seq)?;
@@ -180,9 +180,9 @@ impl Look {
 mod tests {
     use super::*;
 
-    fn look(first: u64, last: u64, delivered: u64, pending: u64) -> Look {
+    fn look(first: u64, last: u64, delivered: u64, pending: u64) -> Figures {
         let (delivered_consumer_seq, floor, last_ns) = (delivered, delivered, i128::from(last));
-        Look { first, last, last_ns, delivered, delivered_consumer_seq, floor, pending, filtered: false }
+        Figures { first, last, last_ns, delivered, delivered_consumer_seq, floor, pending, filtered: false }
     }
 
     fn delivery(consumer_seq: u64, stream_seq: u64) -> Position {
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_purge_that_moves_the_consumer_along_hides_nothing_from_a_worker_that_saw_every_delivery() {
-        let purged = Look { delivered_consumer_seq: 10, ..look(31, 30, 30, 0) };
+        let purged = Figures { delivered_consumer_seq: 10, ..look(31, 30, 30, 0) };
         assert_eq!(bound(1, 10, 10).seen(purged), [Notice::Gone { from: 11, to: 30 }]);
         assert_eq!(bound(1, 10, 10).bound(purged, false), [Notice::Gone { from: 11, to: 30 }]);
     }
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn with_a_filter_only_what_vanishes_from_pending_is_certain() {
-        let filtered = |first, delivered, pending| Look { filtered: true, ..look(first, 100, delivered, pending) };
+        let filtered = |first, delivered, pending| Figures { filtered: true, ..look(first, 100, delivered, pending) };
         let mut positions = Positions::default();
         assert_eq!(positions.bound(filtered(50, 10, 0), true), [], "not ours, as far as we know");
         assert_eq!(positions.seen(filtered(50, 10, 20)), []);
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_floor_beyond_the_end_of_the_stream_is_said_when_it_is_no_matter_of_the_moment() {
-        let ahead = Look { floor: 12, ..look(1, 10, 12, 0) };
+        let ahead = Figures { floor: 12, ..look(1, 10, 12, 0) };
         let mut positions = Positions::default();
         assert_eq!(positions.bound(ahead, true), []);
         assert_eq!(positions.seen(ahead), [Notice::FloorBeyond { floor: 12, last: 10 }]);

@@ -1,4 +1,4 @@
-//! One connection with the inboxes of its pulls and of the server's advisories.
+//! One connection with two subscriptions: the inbox of the pulls, and the advisories of the server.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -7,28 +7,30 @@ use async_nats::connection::State as ConnectionState;
 use async_nats::{Client, Subscriber};
 use futures_util::{FutureExt, StreamExt};
 
-use super::consumer::{Arrival, BindError, arrival};
-use super::given_up;
+use super::advisory;
+use super::error::Error;
+use super::pull::arrival;
 use crate::config::Config;
+use crate::model::delivery::Arrival;
 
-/// The client tells of a lost connection by its state alone.
+/// The client reports a lost connection only by its state.
 const LOST_CHECK_EVERY: Duration = Duration::from_millis(50);
 
 pub(super) struct Link {
     pub(super) client: Client,
     pub(super) inbox: Subscriber,
     pub(super) subject: String,
-    /// What the server says of messages that it gives up. Without the permission for it nothing comes.
+    /// Without the optional permission, nothing arrives here.
     pub(super) advisories: Subscriber,
 }
 
 impl Link {
-    pub(super) async fn new(config: &Config, client: Client) -> Result<Self, BindError> {
+    pub(super) async fn new(config: &Config, client: Client) -> Result<Self, Error> {
         let subject = client.new_inbox();
-        // Statuses come to the subject of their pull, deliveries under their own; both reach this subscription.
-        let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| BindError::ClientDead)?;
-        let advised = given_up::advisory_subject(&config.consumer.stream, &config.consumer.name);
-        let advisories = client.subscribe(advised).await.map_err(|_| BindError::ClientDead)?;
+        // Statuses arrive on the subject of their pull, and deliveries too. One subscription has both.
+        let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| Error::ClientDead)?;
+        let advised = advisory::advisory_subject(&config.consumer.stream, &config.consumer.name);
+        let advisories = client.subscribe(advised).await.map_err(|_| Error::ClientDead)?;
         Ok(Self { client, inbox, subject, advisories })
     }
 
@@ -36,20 +38,21 @@ impl Link {
         is_connected(&self.client)
     }
 
-    /// Takes every delivery that is here, without waiting for more.
+    /// Takes every delivery that has arrived, without waiting for more.
     pub(super) fn take_ready(&mut self, arrivals: &mut Vec<Arrival>) {
         while let Some(Some(message)) = self.inbox.next().now_or_never() {
             arrivals.extend(arrival(message));
         }
     }
 
-    /// Waits until the connection that was the `connects`th is there no more.
+    /// Waits until connection number `connects` is lost.
     pub(super) async fn lost(&self, connects: u64) {
         while self.is_connected() && self.connects() == connects {
             tokio::time::sleep(LOST_CHECK_EVERY).await;
         }
     }
 
+    /// How many connections the client has made.
     pub(super) fn connects(&self) -> u64 {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }

@@ -1,235 +1,82 @@
-//! Messages that the client cannot even parse. One in the stream would cut the connection, or end the client, at each of its
-//! deliveries, for ever. After such a loss the messages that the server counts as delivered are fetched raw, and those that no
-//! delivery can bring us become arrivals of their own: marked unreadable, to be dead-lettered and terminated.
+//! Messages that the client cannot parse. Each delivery of such a message would cut the connection, or end the client, for ever.
+//! After such a loss, the daemon reads the delivered messages raw. A message that the client cannot parse becomes an arrival that
+//! is marked unreadable; the worker dead-letters and terminates it.
 
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
-use async_nats::jetstream::ErrorCode;
-use async_nats::jetstream::consumer::Config;
 use async_nats::{Client, HeaderName, HeaderValue};
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD as BASE64;
-use bytes::Bytes;
-use serde::Deserialize;
 use tokio::time::Instant;
 
-use super::consumer::{Arrival, BindError, Found};
-use crate::model::delivery::{Headers, Position, Raw, Reply};
-use crate::model::time::unix_ns;
+use super::error::Error;
+use super::look::{Snapshot, look};
+use super::stored::{StoredRange, owned_filters};
+use crate::model::delivery::{Arrival, Headers};
 
-/// Messages looked at after one loss. With one filter the next loss goes on where this one stopped.
+/// Messages that are checked after one loss. After the next loss, the check continues where this one stopped.
 const SCAN_MAX: usize = 10_000;
-/// How long the search goes on after the first find, which waits for it.
+/// How long the check continues after the first unreadable message, which waits for the end of the check.
 const AFTER_FIRST: Duration = Duration::from_secs(2);
-/// The name under which a dead letter keeps a header block that cannot be taken apart.
-const RAW_HEADERS: &str = "(header block, base64)";
 
-/// Looks at what is delivered and not acknowledged, beyond `clean_through`, and raises that.
-pub async fn scan(client: Client, found: Found, clean_through: Arc<AtomicU64>) -> Result<Vec<Arrival>, BindError> {
-    let unreadable = read(&client, &found, &clean_through).await?;
-    // The ids of what was found are made for this stream: it must not be another one that was read.
+/// Checks the messages that are delivered and not acknowledged, above `clean_through`, and raises `clean_through`.
+pub(super) async fn scan(
+    client: Client,
+    snapshot: Snapshot,
+    clean_through: Arc<AtomicU64>,
+) -> Result<Vec<Arrival>, Error> {
+    let unreadable = find(&client, &snapshot, &clean_through).await?;
+    // The ids of these messages are made for this stream, so another stream must not have been read.
     if !unreadable.is_empty() {
-        let now = super::consumer::look(&client, &found.consumer.stream_name, &found.consumer.name).await?;
-        if now.created().0 != found.created().0 {
-            return Err(BindError::Another);
+        let now = look(&client, &snapshot.consumer.stream_name, &snapshot.consumer.name).await?;
+        if now.incarnation().stream_ns != snapshot.incarnation().stream_ns {
+            return Err(Error::Recreated);
         }
     }
     Ok(unreadable)
 }
 
-async fn read(client: &Client, found: &Found, clean_through: &AtomicU64) -> Result<Vec<Arrival>, BindError> {
-    let (stream, consumer, config) = (&found.consumer.stream_name, &found.consumer.name, &found.consumer.config);
-    let from = found.consumer.ack_floor.stream_sequence.max(clean_through.load(Ordering::Relaxed)) + 1;
-    let to = found.consumer.delivered.stream_sequence;
-    let filters = filters(config);
+async fn find(client: &Client, snapshot: &Snapshot, clean_through: &AtomicU64) -> Result<Vec<Arrival>, Error> {
+    let (stream, consumer) = (&snapshot.consumer.stream_name, &snapshot.consumer.name);
+    let from = snapshot.consumer.ack_floor.stream_sequence.max(clean_through.load(Ordering::Relaxed)) + 1;
+    let to = snapshot.consumer.delivered.stream_sequence;
+    let filters = owned_filters(&snapshot.consumer.config);
+    let mut range = StoredRange::of(client.clone(), stream.clone(), &filters, from, to);
     let mut unreadable = Vec::new();
     let mut deadline = None;
-    for filter in &filters {
-        let mut next = from;
-        for _ in 0..SCAN_MAX {
-            let stored = next_message(client, stream, next, filter).await?;
-            let Some(stored) = stored.filter(|stored| stored.seq <= to) else { break };
-            next = stored.seq + 1;
-            if let Some(why) = why_unreadable(&stored.subject, &stored.headers) {
-                unreadable.push(stored.into_arrival(stream, consumer, why));
-                deadline.get_or_insert_with(|| Instant::now() + AFTER_FIRST);
-            } else if unreadable.is_empty() && filters.len() == 1 {
-                // At once: on a long line the next loss comes before the search is through. And not past one that was found:
-                // its term may yet get lost, and then it has to be found again.
-                clean_through.fetch_max(stored.seq, Ordering::Relaxed);
-            }
-            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-                return Ok(unreadable);
-            }
+    for _ in 0..SCAN_MAX {
+        let Some(stored) = range.next().await? else { break };
+        if let Some(why) = why_unreadable(&stored.subject, &stored.headers) {
+            unreadable.push(stored.into_unreadable(stream, consumer, why));
+            deadline.get_or_insert_with(|| Instant::now() + AFTER_FIRST);
+        } else if unreadable.is_empty() {
+            // Immediately, because on a slow network the next loss comes before the end of the check. Not above an unreadable
+            // message: its term may get lost, and then the message must be found again.
+            clean_through.fetch_max(stored.seq, Ordering::Relaxed);
+        }
+        if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            break;
         }
     }
     Ok(unreadable)
 }
 
-/// When the first message beyond the ack floor was published; `None` if there is none.
+/// What the client cannot parse in a subject or a header block; `None` for a message that the client can parse.
 ///
-/// # Errors
-/// When the server does not say: the permission for it is optional.
-pub async fn oldest_published_at(client: &Client, found: &Found) -> Result<Option<SystemTime>, BindError> {
-    let next = found.consumer.ack_floor.stream_sequence + 1;
-    let mut oldest: Option<u64> = None;
-    for filter in filters(&found.consumer.config) {
-        if let Some(stored) = next_message(client, &found.consumer.stream_name, next, filter).await? {
-            let published_ns = stored.published_ns.unsigned_abs();
-            oldest = Some(oldest.map_or(published_ns, |oldest| oldest.min(published_ns)));
-        }
-    }
-    Ok(oldest.map(|published_ns| UNIX_EPOCH + Duration::from_nanos(published_ns)))
-}
-
-/// The subjects that the consumer is for.
-pub fn filters(config: &Config) -> Vec<&str> {
-    match (config.filter_subject.as_str(), &config.filter_subjects[..]) {
-        ("", []) => vec![">"],
-        (filter, []) => vec![filter],
-        (_, filters) => filters.iter().map(String::as_str).collect(),
-    }
-}
-
-/// A message as the stream stores it.
-pub struct Stored {
-    pub subject: String,
-    pub seq: u64,
-    pub headers: Vec<u8>,
-    pub payload: Vec<u8>,
-    pub published_ns: i64,
-}
-
-impl Stored {
-    /// The delivery of it that the client could not take in.
-    pub fn into_arrival(self, stream: &str, consumer: &str, why: String) -> Arrival {
-        let headers = vec![(RAW_HEADERS.to_owned(), BASE64.encode(&self.headers))];
-        self.arrive(stream, consumer, 1, headers, Some(why))
-    }
-
-    /// The delivery that the server does not make any more, as if it were the `delivered`th.
-    pub fn into_last_arrival(self, stream: &str, consumer: &str, delivered: u64) -> Arrival {
-        match read_headers(&self.subject, &self.headers) {
-            Ok(headers) => self.arrive(stream, consumer, delivered, headers, None),
-            Err(why) => self.into_arrival(stream, consumer, why),
-        }
-    }
-
-    fn arrive(
-        self,
-        stream: &str,
-        consumer: &str,
-        delivered: u64,
-        headers: Headers,
-        unreadable: Option<String>,
-    ) -> Arrival {
-        // The server finds a delivery by its stream sequence, so a reply subject without the other numbers will do.
-        let subject = format!("$JS.ACK.{stream}.{consumer}.{delivered}.{}.0.0.0", self.seq);
-        let position = Position { delivered, stream_seq: self.seq, consumer_seq: 0, published_ns: self.published_ns };
-        let raw =
-            Raw { subject: self.subject.into(), headers, payload: Bytes::from(self.payload), position, unreadable };
-        (raw, Reply { subject, delivered })
-    }
-}
-
-/// The first message from `seq` on whose subject matches; `None` if there is none.
-///
-/// Asked for without the client's own types: they parse the headers, and that is what cannot be done here.
-pub async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> Result<Option<Stored>, BindError> {
-    ask(client, stream, serde_json::json!({ "seq": seq, "next_by_subj": filter }).to_string()).await
-}
-
-/// The message with this sequence; `None` if the stream does not have it any more.
-pub async fn message_at(client: &Client, stream: &str, seq: u64) -> Result<Option<Stored>, BindError> {
-    ask(client, stream, serde_json::json!({ "seq": seq }).to_string()).await
-}
-
-async fn ask(client: &Client, stream: &str, request: String) -> Result<Option<Stored>, BindError> {
-    const ASKED: &str = "a request for a stored message";
-    let no_answer = |error: String| BindError::NoAnswer { asked: ASKED, error };
-    let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
-    let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
-    read_answer(&answer.payload).map_err(|error| match error {
-        AnswerError::NoStream => BindError::NoStream { stream: stream.to_owned() },
-        AnswerError::Other(text) => no_answer(text),
-    })
-}
-
-/// Why the server's answer has neither a message nor says that there is none.
-#[derive(Debug, PartialEq)]
-pub enum AnswerError {
-    NoStream,
-    Other(String),
-}
-
-/// The message in the server's answer, `None` if the stream has no such message; else why not.
-pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, AnswerError> {
-    let answer: Answer = serde_json::from_slice(answer).map_err(|error| AnswerError::Other(error.to_string()))?;
-    match (answer.message, answer.error) {
-        (Some(message), _) => message.decode().map(Some).map_err(|error| AnswerError::Other(error.to_string())),
-        // Both are a 404, and only one of them says anything about the message.
-        (None, Some(error)) if error.err_code == ErrorCode::NO_MESSAGE_FOUND.0 => Ok(None),
-        (None, Some(error)) if error.err_code == ErrorCode::STREAM_NOT_FOUND.0 => Err(AnswerError::NoStream),
-        (None, Some(error)) => Err(AnswerError::Other(error.description)),
-        (None, None) => Err(AnswerError::Other("neither a message nor an error".to_owned())),
-    }
-}
-
-#[derive(Deserialize)]
-struct Answer {
-    message: Option<Encoded>,
-    error: Option<ApiError>,
-}
-
-#[derive(Deserialize)]
-struct Encoded {
-    subject: String,
-    seq: u64,
-    #[serde(default)]
-    hdrs: String,
-    #[serde(default)]
-    data: String,
-    time: String,
-}
-
-#[derive(Deserialize)]
-struct ApiError {
-    err_code: u64,
-    #[serde(default)]
-    description: String,
-}
-
-impl Encoded {
-    fn decode(self) -> Result<Stored, base64::DecodeError> {
-        // The time is part of the message id: one that we cannot read leaves an id that is still the same each time.
-        Ok(Stored {
-            subject: self.subject,
-            seq: self.seq,
-            headers: BASE64.decode(&self.hdrs)?,
-            payload: BASE64.decode(&self.data)?,
-            published_ns: humantime::parse_rfc3339(&self.time).map_or(0, unix_ns),
-        })
-    }
-}
-
-/// What the client trips over in a subject or a header block; `None` for a message that it can read.
-///
-/// The order of its steps matters: a healthy message taken for an unreadable one would be an order lost (async-nats 0.51,
-/// `connection.rs`). Names and values go through the client's own checks.
+/// The order of the steps is the client's (async-nats 0.51, `connection.rs`), because an order counted as unreadable by mistake
+/// would be lost. Names and values go through the checks of the client.
 pub fn why_unreadable(subject: &str, block: &[u8]) -> Option<String> {
     read_headers(subject, block).err()
 }
 
-/// The headers of a message as the client would hand them on, or what it trips over.
-fn read_headers(subject: &str, block: &[u8]) -> Result<Headers, String> {
-    // The server's JSON shows bytes that are not UTF-8 as this character.
+/// The headers of a message as the client would parse them, or what the client cannot parse.
+pub(super) fn read_headers(subject: &str, block: &[u8]) -> Result<Headers, String> {
+    // The JSON of the server has this character in place of bytes that are not UTF-8.
     if subject.contains(char::REPLACEMENT_CHARACTER) {
         return Err("the subject is not UTF-8".to_owned());
     }
-    // With headers the client splits the line at any white space that Unicode knows; around the subject that changes nothing.
+    // With headers, the client splits the line at any Unicode white space. Around the subject, white space changes nothing.
     if !block.is_empty() && subject.trim().contains(char::is_whitespace) {
         return Err(format!("the subject {subject:?} has white space in it"));
     }
@@ -241,7 +88,7 @@ fn read_headers(subject: &str, block: &[u8]) -> Result<Headers, String> {
     let mut lines = text.lines().peekable();
     match lines.next().and_then(|version| version.strip_prefix("NATS/1.0")).map(str::trim) {
         Some("") => {}
-        // The client takes it for a word of the server to us, not for a message.
+        // The client reads this as a status of the server and not as a message.
         Some(status) => return Err(format!("headers begin with the status {status:?}")),
         None => return Err("headers do not begin with NATS/1.0".to_owned()),
     }
@@ -363,14 +210,6 @@ mod tests {
         b"y",
         b"(",
     ];
-
-    #[test]
-    fn a_stream_that_is_gone_is_not_a_message_that_is_gone() {
-        let answer = |code: u64| format!(r#"{{"error": {{"code": 404, "err_code": {code}, "description": "why"}}}}"#);
-        assert!(matches!(read_answer(answer(10037).as_bytes()), Ok(None)));
-        assert_eq!(read_answer(answer(10059).as_bytes()).err(), Some(AnswerError::NoStream));
-        assert_eq!(read_answer(answer(10008).as_bytes()).err(), Some(AnswerError::Other("why".to_owned())));
-    }
 
     #[test]
     fn readable_headers_are_left_alone() {

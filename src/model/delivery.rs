@@ -31,6 +31,13 @@ pub struct Reply {
     pub delivered: u64,
 }
 
+/// One delivery as it came from the server, and where its acknowledgements go.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    pub raw: Raw,
+    pub reply: Reply,
+}
+
 /// Where a delivery stands, as its reply subject says (ADR-15 of the NATS project).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {

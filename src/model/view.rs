@@ -36,3 +36,11 @@ impl ConsumerView {
         self.num_pending > 0 && self.max_ack_pending.is_some_and(|max| self.num_ack_pending >= max)
     }
 }
+
+/// When stream and consumer were created, in nanoseconds since 1970 UTC. Another time is another stream or consumer of the same
+/// name, or the same stream after a restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Incarnation {
+    pub stream_ns: i64,
+    pub consumer_ns: i64,
+}

@@ -13,11 +13,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, OnConflict};
 use crate::handler::Handler;
-use crate::jetstream::connection::{self, ConnectError, Visit};
-use crate::jetstream::consumer::{self, BindError, Found};
+use crate::jetstream;
+use crate::jetstream::connection::{self, CommandClient, ConnectError};
 use crate::jetstream::gate;
-use crate::jetstream::given_up::Start;
-use crate::jetstream::walk::{Gone, Walk, WalkError};
+use crate::jetstream::look::StartsAt;
+use crate::jetstream::look::{Snapshot, look_for_command};
+use crate::jetstream::walk::{Vanished, Walk, WalkError};
 use crate::model::delivery::Delivery;
 use crate::model::id::IdScheme;
 use crate::model::label::Label;
@@ -63,7 +64,7 @@ pub enum AuditError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     #[error(transparent)]
-    Bind(#[from] BindError),
+    Bind(#[from] jetstream::Error),
     #[error(transparent)]
     Open(#[from] OpenError),
     #[error("cannot listen for signals")]
@@ -113,8 +114,8 @@ async fn audit(
     let mut lookup = Reader::open(&config.database).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
-    let visit = connection::visit(&config.nats).await?;
-    let found = consumer::visit(&visit, &config.consumer).await?;
+    let visit = connection::connect_command(&config.nats).await?;
+    let found = look_for_command(&visit, &config.consumer).await?;
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let scope = Scope::of(&config, &found, args.from, oldest);
     let mut report = Report::new(&found, &scope, args.json, out)?;
@@ -168,7 +169,7 @@ struct Scope {
 }
 
 impl Scope {
-    fn of(config: &Config, found: &Found, from: Option<u64>, oldest_processed_at: Option<i64>) -> Self {
+    fn of(config: &Config, found: &Snapshot, from: Option<u64>, oldest_processed_at: Option<i64>) -> Self {
         let (stream, consumer) = (&found.stream, &found.consumer);
         let (first, last) = (stream.state.first_sequence, stream.state.last_sequence);
         let created_ns = unix_ns(stream.created.into());
@@ -178,7 +179,7 @@ impl Scope {
             _ => consumer.ack_floor.stream_sequence,
         };
         let mut notes = Vec::new();
-        let Start { seq: start_seq, ns: start_ns } = Start::of(consumer);
+        let StartsAt { seq: start_seq, ns: start_ns } = found.starts_at();
         if start_seq > 1 || start_ns > 0 {
             let start = if start_ns > 0 { time(start_ns) } else { format!("message {start_seq}") };
             notes.push(format!("the consumer starts at {start}; what is older was never for it and is not checked"));
@@ -218,18 +219,18 @@ impl Scope {
 /// The stream that is audited.
 struct Source {
     config: Arc<Config>,
-    visit: Visit,
+    visit: CommandClient,
     created_ns: i64,
 }
 
 impl Source {
     /// What it has first now, if the server says so. An error if there is another stream, or none: `next` is still unchecked.
     async fn first_sequence(&self, next: u64) -> Result<Option<u64>, AuditError> {
-        match consumer::visit(&self.visit, &self.config.consumer).await {
+        match look_for_command(&self.visit, &self.config.consumer).await {
             Ok(found) if unix_ns(found.stream.created.into()) == self.created_ns => {
                 Ok(Some(found.stream.state.first_sequence))
             }
-            Ok(_) | Err(BindError::NoStream { .. }) => Err(AuditError::OtherStream { next }),
+            Ok(_) | Err(jetstream::Error::NoStream { .. }) => Err(AuditError::OtherStream { next }),
             Err(_) => Ok(None),
         }
     }
@@ -261,7 +262,7 @@ impl Audit {
     /// Reads ahead on a task of its own, and looks up what was read.
     async fn walk<W: Write>(
         &mut self,
-        found: &Found,
+        found: &Snapshot,
         patience: Duration,
         report: &mut Report<'_, W>,
     ) -> Result<(), AuditError> {
@@ -346,11 +347,11 @@ impl Audit {
     }
 
     /// The daemon prunes ids of messages that the stream drops, and it may have done both while this process slept.
-    async fn forget_what_is_gone(&self, missing: &mut Vec<(Delivery, &'static str)>) -> Result<Gone, AuditError> {
-        let mut gone = Gone::default();
+    async fn forget_what_is_gone(&self, missing: &mut Vec<(Delivery, &'static str)>) -> Result<Vanished, AuditError> {
+        let mut gone = Vanished::default();
         if let Some(first) = self.source.first_sequence(self.next).await? {
             for (delivery, _) in missing.extract_if(.., |(delivery, _)| delivery.raw.position.stream_seq < first) {
-                gone = Gone { count: gone.count + 1, through: delivery.raw.position.stream_seq };
+                gone = Vanished { count: gone.count + 1, through: delivery.raw.position.stream_seq };
             }
         }
         Ok(gone)
@@ -427,7 +428,7 @@ async fn read_ahead(
     scheme: IdScheme,
     chunks: mpsc::Sender<Vec<Delivery>>,
     stop: CancellationToken,
-) -> (Result<bool, WalkError>, Gone) {
+) -> (Result<bool, WalkError>, Vanished) {
     let ended = loop {
         let read = match stop.run_until_cancelled(walk.next()).await {
             Some(Ok(read)) if read.is_empty() => break Ok(true),
@@ -440,7 +441,7 @@ async fn read_ahead(
             break Ok(false);
         }
     };
-    let gone = walk.gone();
+    let gone = walk.vanished();
     walk.close().await;
     (ended, gone)
 }
@@ -480,7 +481,7 @@ struct Report<'a, W: Write> {
 }
 
 impl<'a, W: Write> Report<'a, W> {
-    fn new(found: &Found, scope: &Scope, json: bool, out: &'a mut W) -> io::Result<Self> {
+    fn new(found: &Snapshot, scope: &Scope, json: bool, out: &'a mut W) -> io::Result<Self> {
         if !json {
             for note in &scope.notes {
                 writeln!(out, "note: {note}")?;
@@ -506,7 +507,7 @@ impl<'a, W: Write> Report<'a, W> {
         Ok(Self { out, json, summary, bar, said: Instant::now() })
     }
 
-    fn gone(&mut self, gone: Gone) {
+    fn gone(&mut self, gone: Vanished) {
         self.summary.gone += gone.count;
         self.summary.gone_through = self.summary.gone_through.max(gone.through);
     }

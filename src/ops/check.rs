@@ -4,9 +4,10 @@ use std::io::{self, Write};
 
 use super::status;
 use crate::config::Config;
-use crate::jetstream::connection::Visit;
+use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate::{self, Expectations, Severity};
-use crate::jetstream::{connection, consumer, permissions};
+use crate::jetstream::look::look_for_command;
+use crate::jetstream::{connection, permissions};
 use crate::model::text::chain;
 use crate::store::{self, Presence};
 
@@ -24,7 +25,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
     let mut report = Report { out, verdict: Verdict::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     report.good("config", "every setting is valid")?;
-    match connection::visit(&config.nats).await {
+    match connection::connect_command(&config.nats).await {
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
             report.good("connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
@@ -69,8 +70,8 @@ impl<W: Write> Report<'_, W> {
         writeln!(self.out, "FAIL  {what:<11} {text}")
     }
 
-    async fn consumer(&mut self, config: &Config, visit: &Visit) -> io::Result<()> {
-        let found = match consumer::visit(visit, &config.consumer).await {
+    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<()> {
+        let found = match look_for_command(visit, &config.consumer).await {
             Ok(found) => found,
             Err(error) => return self.bad("consumer", &chain(&error)),
         };

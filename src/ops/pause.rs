@@ -7,7 +7,8 @@ use clap::Args;
 use tokio::time::Instant;
 
 use crate::config::{Config, Database};
-use crate::jetstream::{connection, consumer, gate};
+use crate::jetstream::look::look_for_command;
+use crate::jetstream::{connection, gate};
 use crate::model::text::chain;
 use crate::ops::operator;
 use crate::store::{self, Holder, OpenError, Pause};
@@ -70,8 +71,8 @@ pub async fn pause(config: &Config, args: PauseArgs, out: &mut impl Write) -> Re
 /// Prints what the server does to the consumer while nobody pulls. A pause does not depend on the answer.
 async fn warn_of_the_server(config: &Config, out: &mut impl Write) -> io::Result<()> {
     let asked = tokio::time::timeout(ANSWER_PATIENCE, async {
-        let visit = connection::visit(&config.nats).await.map_err(|error| chain(&error))?;
-        consumer::visit(&visit, &config.consumer).await.map_err(|error| chain(&error))
+        let visit = connection::connect_command(&config.nats).await.map_err(|error| chain(&error))?;
+        look_for_command(&visit, &config.consumer).await.map_err(|error| chain(&error))
     });
     match asked.await.unwrap_or_else(|_| Err("no answer from the server".to_owned())) {
         Ok(found) => match gate::during_a_pause(&found.stream, &found.consumer) {

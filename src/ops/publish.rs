@@ -15,7 +15,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
 use super::setup;
 use crate::config::Config;
-use crate::jetstream::connection::{self, ConnectError, Denials, Visit};
+use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials};
 use crate::model::id::MESSAGE_ID_HEADER;
 
 /// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
@@ -103,7 +103,7 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     }
     let (start, count) = (args.start, args.count.unwrap_or_default());
     let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
-    let Visit { client, denials } = connection::visit(&config.nats).await?;
+    let CommandClient { client, denials } = connection::connect_command(&config.nats).await?;
     let mut publisher = Publisher {
         jetstream: jetstream::new(client),
         denials,

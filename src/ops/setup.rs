@@ -10,7 +10,7 @@ use async_nats::jetstream::{self, Context, ErrorCode};
 use clap::{Args, ValueEnum};
 
 use crate::config::{self, ByteSize, Config};
-use crate::jetstream::connection::{self, ConnectError, Denials, Denied, Visit};
+use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials, Denied};
 use crate::jetstream::gate::{self, Expectations, Severity};
 
 mod edit;
@@ -233,7 +233,7 @@ pub(super) struct Server<'a> {
 
 impl<'a> Server<'a> {
     pub(super) async fn connect(config: &'a Config) -> Result<Self, SetupError> {
-        let Visit { client, denials } = connection::visit(&config.nats).await?;
+        let CommandClient { client, denials } = connection::connect_command(&config.nats).await?;
         Ok(Self { jetstream: jetstream::new(client), denials, names: &config.consumer })
     }
 

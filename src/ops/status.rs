@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use super::healthcheck::{self, HealthcheckError};
 use crate::config::{Config, Database};
-use crate::jetstream::connection::{self, Visit};
-use crate::jetstream::consumer::{self, Found};
+use crate::jetstream::connection::{self, CommandClient};
 use crate::jetstream::gate::{self, Expectations, Severity};
+use crate::jetstream::look::{Snapshot, look_for_command};
 use crate::model::text::chain;
 use crate::store::{self, Counts, OpenError, Pause, Reader};
 
@@ -103,7 +103,7 @@ pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io:
 pub struct Source<'a> {
     config: &'a Config,
     /// Kept from one look to the next. It reconnects by itself.
-    visit: Option<Visit>,
+    visit: Option<CommandClient>,
 }
 
 impl Source<'_> {
@@ -139,19 +139,19 @@ impl Source<'_> {
         Status { pause, daemon, ..Status::new(config, found, counts, problems) }
     }
 
-    async fn server(&mut self) -> Result<Found, String> {
+    async fn server(&mut self) -> Result<Snapshot, String> {
         let config = self.config;
         let visit = match &self.visit {
             Some(visit) => visit,
             None => {
-                let visit = connection::visit(&config.nats).await.map_err(|error| chain(&error))?;
+                let visit = connection::connect_command(&config.nats).await.map_err(|error| chain(&error))?;
                 self.visit.insert(visit)
             }
         };
         if visit.client.connection_state() != ConnectionState::Connected {
             return Err(format!("the server at {} does not answer", config.nats.redacted_url()));
         }
-        consumer::visit(visit, &config.consumer).await.map_err(|error| chain(&error))
+        look_for_command(visit, &config.consumer).await.map_err(|error| chain(&error))
     }
 }
 
@@ -220,7 +220,7 @@ async fn counts(database: &Database) -> Result<Counts, OpenError> {
 }
 
 impl Status {
-    fn new(config: &Config, found: Option<Found>, counts: Option<Counts>, problems: Vec<String>) -> Self {
+    fn new(config: &Config, found: Option<Snapshot>, counts: Option<Counts>, problems: Vec<String>) -> Self {
         let consumer = found.as_ref().map(|found| &found.consumer);
         let stream = found.as_ref().map(|found| &found.stream.state);
         let sequences = |info: &async_nats::jetstream::consumer::SequenceInfo| Sequences {

@@ -3,8 +3,8 @@
 use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Duration, Instant};
 
-use crate::jetstream::consumer::Arrival;
-use crate::model::delivery::Reply;
+use crate::jetstream::consumer::Receipt;
+use crate::model::delivery::{Arrival, Reply};
 use crate::model::text::chain;
 use crate::model::view::ConsumerView;
 use crate::telemetry::Reminder;
@@ -49,8 +49,8 @@ pub type Ended = Result<Result<Surveyed, SurveyError>, JoinError>;
 pub struct ToDo {
     /// These were processed, and the server may not know.
     pub acknowledge: Vec<Reply>,
-    /// And the next look needs them to have arrived.
-    pub with_receipt: bool,
+    /// Whether the next look needs them to have arrived.
+    pub receipt: Receipt,
     /// These are lost unless they are taken in.
     pub take_in: Vec<Arrival>,
 }
@@ -145,7 +145,7 @@ impl GivenUp {
             // Some of it may be what was given up. Once the server knows what was processed its figure is that of the lost ones.
             self.acknowledged = Some(evidence);
             self.go_on = true;
-            return ToDo { acknowledge, with_receipt: true, ..ToDo::default() };
+            return ToDo { acknowledge, receipt: Receipt::Last, ..ToDo::default() };
         }
         let take_in = match conclusion {
             Conclusion::Done { arrivals, lost, looked_at } => {

@@ -8,9 +8,9 @@
 use std::time::SystemTime;
 
 use crate::config::{Database, OnConflict, Retention};
-use crate::jetstream::consumer::{Arrival, BindError};
-use crate::jetstream::given_up::Records;
-use crate::model::delivery::{Delivery, Reply};
+use crate::jetstream;
+use crate::jetstream::stored::StreamReader;
+use crate::model::delivery::{Arrival, Delivery, Reply};
 use crate::model::id::IdScheme;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
@@ -24,7 +24,7 @@ const MESSAGES_MAX: usize = 20_000;
 
 /// What a survey needs. It runs beside the worker and only reads.
 pub struct Survey {
-    pub records: Records,
+    pub reader: StreamReader,
     pub scheme: IdScheme,
     pub database: Database,
     pub retention: Retention,
@@ -92,7 +92,7 @@ pub struct LookedAt {
 #[derive(Debug, thiserror::Error)]
 pub enum SurveyError {
     #[error(transparent)]
-    Server(#[from] BindError),
+    Server(#[from] jetstream::Error),
     #[error("the database cannot be opened")]
     Open(#[from] OpenError),
     #[error("the database cannot be read")]
@@ -111,7 +111,7 @@ impl Survey {
         let pending = view.num_ack_pending > 0;
         // With nothing pending the floor may lag behind: it moves only with an acknowledgement.
         let settled = if pending { view.ack_floor_stream_seq } else { view.delivered_stream_seq };
-        let start = self.records.start;
+        let start = self.reader.starts_at();
         let first = view.stream_first_seq.max(start.seq).max(self.judged.through + 1);
         let mut lookup = Reader::open(&self.database).await?;
         let oldest = lookup.oldest_processed_at().await?;
@@ -122,10 +122,10 @@ impl Survey {
         let (mut processed, mut looked_at) = (Vec::new(), 0);
         while to >= first && looked_at < MESSAGES_MAX {
             let from = to.saturating_sub(BLOCK - 1).max(first);
-            let block = self.records.between(from, to, self.max_deliver).await?;
+            let block = self.reader.between(from, to, self.max_deliver).await?;
             looked_at += block.len();
             let deliveries: Vec<Delivery> =
-                block.iter().map(|(raw, _)| Delivery::new(raw.clone(), &self.scheme)).collect();
+                block.iter().map(|arrival| Delivery::new(arrival.raw.clone(), &self.scheme)).collect();
             let claims = lookup.known(&deliveries.iter().collect::<Vec<_>>()).await?;
             for ((arrival, delivery), claim) in block.into_iter().zip(&deliveries).zip(claims) {
                 let position = delivery.raw.position;
@@ -139,12 +139,12 @@ impl Survey {
                 };
                 match is_unknown {
                     true => self.progress.add(arrival, delivery.bytes(), self.bytes_max),
-                    false => processed.push(arrival.1),
+                    false => processed.push(arrival.reply),
                 }
             }
             to = from - 1;
         }
-        self.records.still_there().await?;
+        self.reader.confirm().await?;
         let evidence = Self::evidence(&self.view);
         if to >= first {
             self.progress.to = Some(to);

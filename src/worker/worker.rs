@@ -23,8 +23,9 @@ use super::retention;
 use super::waiting::Waiting;
 use crate::config::Config;
 use crate::handler::Handler;
-use crate::jetstream::consumer::{Arrival, BindError, Consumer, Event, Limits, Room};
-use crate::model::delivery::{Delivery, Position, Reply};
+use crate::jetstream;
+use crate::jetstream::consumer::{Consumer, Event, Limits, Receipt, Room};
+use crate::model::delivery::{Arrival, Delivery, Position, Reply};
 use crate::model::id::IdScheme;
 use crate::model::label::Label;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome, Reason};
@@ -73,7 +74,7 @@ pub enum Ended {
 pub enum WorkerError {
     /// The operator has to change the consumer or the settings.
     #[error(transparent)]
-    Refused(BindError),
+    Refused(jetstream::Error),
     /// The operator has to restore a backup.
     #[error("the database is damaged; stop, keep the file, and restore a backup")]
     Corrupt(#[source] store::Error),
@@ -227,7 +228,7 @@ impl Worker {
     /// Takes deliveries in. Another delivery of a message that is held already only renews the claim on the message.
     fn receive(&mut self, arrivals: Vec<Arrival>) {
         let now = Instant::now();
-        for (raw, reply) in arrivals {
+        for Arrival { raw, reply } in arrivals {
             self.count(raw.position);
             self.parked.came(raw.position.stream_seq);
             if self.held.take(raw.position, reply, now) {
@@ -330,19 +331,13 @@ impl Worker {
         self.telemetry.health.set_held(self.held.len());
         self.telemetry.health.set_parked(self.parked.len());
         // While draining, these may be the last acknowledgements on this connection.
-        self.acknowledge(acknowledgements, draining).await;
+        self.acknowledge(acknowledgements, if draining { Receipt::Last } else { Receipt::None }).await;
     }
 
     /// Sends acknowledgements. With a receipt, it waits until the server has the last one, and therefore all of them. What does
     /// not get through is delivered again and is then a duplicate. Returns whether all were sent.
-    async fn acknowledge(&mut self, acknowledgements: Vec<(Reply, Acknowledgement)>, with_receipt: bool) -> bool {
-        let sending = async {
-            if with_receipt {
-                self.consumer.acknowledge_with_receipt(acknowledgements).await
-            } else {
-                self.consumer.acknowledge(acknowledgements).await
-            }
-        };
+    async fn acknowledge(&mut self, acknowledgements: Vec<(Reply, Acknowledgement)>, receipt: Receipt) -> bool {
+        let sending = self.consumer.acknowledge(acknowledgements, receipt);
         match tokio::time::timeout(ACKNOWLEDGE_BUDGET, sending).await {
             Ok(Ok(())) => return true,
             Ok(Err(error)) => tracing::debug!(%error, "not acknowledged; the server will redeliver the messages"),
@@ -358,7 +353,7 @@ impl Worker {
         let Some(limits) = &self.limits else { return };
         let (half, now) = (limits.ack_wait / 2, Instant::now());
         // What could not be sent is tried again at the next tick.
-        if self.acknowledge(self.held.in_progress(half, now), false).await {
+        if self.acknowledge(self.held.in_progress(half, now), Receipt::None).await {
             self.held.touch(half, now);
         }
     }
@@ -403,7 +398,7 @@ impl Worker {
         }
         let rest = self.held.hand_back();
         let handed_back = rest.len();
-        self.acknowledge(rest, true).await;
+        self.acknowledge(rest, Receipt::Last).await;
         if let Some(inbox) = self.writer.take() {
             inbox.close().await.map_err(WorkerError::Close)?;
         }
@@ -438,12 +433,12 @@ impl Worker {
             self.parked.clear();
             self.given_up.forget();
             self.view = None;
-            for (raw, reply) in former {
+            for Arrival { raw, reply } in former {
                 if raw.position.published_ns < stream_created_ns {
                     self.count(raw.position);
                     self.waiting.push(Delivery::new(raw, &self.scheme));
                 } else {
-                    current.push((raw, reply));
+                    current.push(Arrival { raw, reply });
                 }
             }
         }
@@ -471,7 +466,7 @@ impl Worker {
         let max_deliver = self.max_deliver();
         self.given_up.seen(&view, max_deliver, |judged| {
             Some(Survey {
-                records: self.consumer.records()?,
+                reader: self.consumer.reader()?,
                 scheme: self.scheme.clone(),
                 database: self.config.database.clone(),
                 retention: self.config.inbox.retention,
@@ -497,7 +492,7 @@ impl Worker {
     /// Takes in messages that the server no longer delivers: they become dead letters unless they were processed.
     fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
         let max_deliver = self.max_deliver();
-        for (raw, reply) in arrivals {
+        for Arrival { raw, reply } in arrivals {
             let position = raw.position;
             // A message that we hold is at work on its last delivery: it will have an outcome.
             if self.held.contains(position.stream_seq) {
@@ -514,12 +509,12 @@ impl Worker {
 
     /// Does what follows from a step of the search for messages that the server has given up.
     async fn surveyed(&mut self, ended: given_up::Ended) {
-        let ToDo { acknowledge, with_receipt, mut take_in } = self.given_up.surveyed(ended);
+        let ToDo { acknowledge, receipt, mut take_in } = self.given_up.surveyed(ended);
         let acknowledge: Vec<_> = acknowledge.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect();
-        self.acknowledge(acknowledge, with_receipt).await;
+        self.acknowledge(acknowledge, receipt).await;
         // What the stream has dropped meanwhile may have been processed, and its id pruned.
         let first = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
-        take_in.retain(|(raw, _)| raw.position.stream_seq >= first);
+        take_in.retain(|arrival| arrival.raw.position.stream_seq >= first);
         self.receive_given_up(take_in);
     }
 

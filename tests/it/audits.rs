@@ -510,7 +510,7 @@ async fn a_stream_deleted_while_it_is_read_is_not_taken_for_its_end() {
         let spec = spec.set("nats.url", proxy.url());
         proxy.delay(Duration::from_millis(100));
         let mut audit = spec.start_with(&["audit", "--json"]);
-        audit.logged(&["reading one by one"]).await;
+        audit.logged(&["reads messages one by one"]).await;
         broker.delete_stream().await;
         if anew {
             broker.create(stream_config(), consumer_config()).await;

@@ -60,7 +60,7 @@ async fn locked_out(spec: &DaemonSpec, words: &[&str]) {
     for word in words {
         worker.not_ready(word).await;
     }
-    worker.logged(&["WARN", "trying again"]).await;
+    worker.logged(&["WARN", "tries again"]).await;
     assert_eq!(worker.get("/livez").await.0, 200);
     let log = worker.log();
     let complaints: Vec<&str> = log.lines().filter(|line| line.contains("WARN") || line.contains("ERROR")).collect();
@@ -102,12 +102,12 @@ async fn user_and_password() {
     let server = server(users("{user: worker, password: \"right one\"}")).await;
     let broker = admin(&server).await;
     story(&broker).await;
-    locked_out(&DaemonSpec::new(server.url()), &["refuses us without a login"]).await;
+    locked_out(&DaemonSpec::new(server.url()), &["rejects a client without a login"]).await;
     let spec =
         DaemonSpec::new(server.url()).set("nats.user", "worker").with_secret("nats.password_file", "wrong one\n");
-    locked_out(&spec, &["refuses user worker with the password in", "nats.password_file"]).await;
+    locked_out(&spec, &["rejects user worker with the password in", "nats.password_file"]).await;
     let in_url = |password: &str| server.url().replace("nats://", &format!("nats://worker:{password}@"));
-    locked_out(&DaemonSpec::new(in_url("wrong")), &["refuses the user in nats.url", "nats://***@127.0.0.1"]).await;
+    locked_out(&DaemonSpec::new(in_url("wrong")), &["rejects the user in nats.url", "nats://***@127.0.0.1"]).await;
 
     secret(spec.secret_file("nats.password_file"), "right one\n");
     let_in(&spec, &broker).await;
@@ -121,7 +121,7 @@ async fn a_token() {
     let broker = Broker::connect_with(&server, ConnectOptions::with_token("right one".into())).await;
     story(&broker).await;
     let spec = DaemonSpec::new(server.url()).with_secret("nats.token_file", "wrong one");
-    locked_out(&spec, &["refuses the token in", "nats.token_file"]).await;
+    locked_out(&spec, &["rejects the token in", "nats.token_file"]).await;
     secret(spec.secret_file("nats.token_file"), "right one\r\n");
     let_in(&spec, &broker).await;
 }
@@ -133,7 +133,7 @@ async fn an_nkey() {
     let broker = admin(&server).await;
     story(&broker).await;
     let spec = DaemonSpec::new(server.url()).with_secret("nats.nkey_file", &other.seed().unwrap());
-    locked_out(&spec, &["refuses the NKey in", "nats.nkey_file"]).await;
+    locked_out(&spec, &["rejects the NKey in", "nats.nkey_file"]).await;
     secret(spec.secret_file("nats.nkey_file"), &ours.seed().unwrap());
     let_in(&spec, &broker).await;
 }
@@ -146,9 +146,9 @@ async fn a_credentials_file() {
     let broker = Broker::connect_with(&server, options).await;
     story(&broker).await;
     let spec = DaemonSpec::new(server.url()).with_secret("nats.credentials_file", &Operator::new().user(None));
-    locked_out(&spec, &["refuses the credentials in", "nats.credentials_file (authorization violation)"]).await;
+    locked_out(&spec, &["rejects the credentials in", "nats.credentials_file (authorization violation)"]).await;
     secret(spec.secret_file("nats.credentials_file"), &operator.user(Some(-60)));
-    locked_out(&spec, &["refuses the credentials in", "its JWT expired at 20"]).await;
+    locked_out(&spec, &["rejects the credentials in", "its JWT expired at 20"]).await;
     secret(spec.secret_file("nats.credentials_file"), &operator.user(None));
     let_in(&spec, &broker).await;
 }
@@ -198,7 +198,7 @@ async fn a_password_never_goes_to_a_server_without_tls_where_tls_is_configured()
     let spec = DaemonSpec::new(server.url()).set("nats.user", "worker").with_secret("nats.password_file", "secret");
     spec.run(&["check"]).await;
     let insisting = spec.set("nats.tls.ca_file", ours.ca());
-    locked_out(&insisting, &["the server does not speak TLS here"]).await;
+    locked_out(&insisting, &["the server does not use TLS on this port"]).await;
 }
 
 #[tokio::test]
@@ -212,12 +212,12 @@ async fn tls_first() {
     let spec = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
     let waiting = spec.run(&["check"]).await;
     assert_eq!(waiting.code, Some(1), "it may as well be a slow server: {waiting:?}");
-    assert!(waiting.stdout.contains("needs nats.tls.handshake_first"), "{waiting:?}");
+    assert!(waiting.stdout.contains("set nats.tls.handshake_first"), "{waiting:?}");
     let spec = spec.set("nats.tls.handshake_first", "true");
     let_in(&spec, &broker).await;
 
     server.reconfigure(tls(&ours, &ours, 4000, "")).await;
-    locked_out(&spec, &["the server does not speak TLS here"]).await;
+    locked_out(&spec, &["the server does not use TLS on this port"]).await;
 }
 
 #[tokio::test]
@@ -228,13 +228,13 @@ async fn mutual_tls() {
     let broker = through_tls(&server, &ours).await;
     story(&broker).await;
     let without = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
-    locked_out(&without, &["refuses us without a client certificate (CertificateRequired)"]).await;
+    locked_out(&without, &["requires a client certificate (CertificateRequired)"]).await;
     for wrong in [other.issue("client", 4000), ours.issue("expired", 2020)] {
         let spec = DaemonSpec::new(server.url())
             .set("nats.tls.ca_file", ours.ca())
             .set("nats.tls.cert_file", wrong.cert)
             .set("nats.tls.key_file", wrong.key);
-        locked_out(&spec, &["refuses the certificate in"]).await;
+        locked_out(&spec, &["rejects the certificate in"]).await;
     }
     let client = ours.issue("client", 4000);
     let spec = without.set("nats.tls.cert_file", client.cert).set("nats.tls.key_file", client.key);
@@ -255,8 +255,8 @@ async fn rotation(
     worker.ready().await;
     broker.acknowledged(1).await;
     server.reconfigure(config).await;
-    worker.not_ready("the server refuses").await;
-    worker.logged(&["WARN", "the server refuses"]).await;
+    worker.not_ready("the server rejects").await;
+    worker.logged(&["WARN", "the server rejects"]).await;
     replace();
     worker.ready().await;
     let broker = Broker::connect_with(server, options).await;
@@ -522,12 +522,7 @@ async fn main_path(server: &mut NatsServer, config: &str, lines_allowed: &[&str]
 async fn the_least_permissions_are_enough_and_what_is_optional_is_said_once() {
     let config = users(&user("worker", &PUBLISH, &[SUBSCRIBE]));
     let mut server = server(config.as_str()).await;
-    main_path(
-        &mut server,
-        &config,
-        &["does not let us hear of messages that it gives up", "does not let us read single messages"],
-    )
-    .await;
+    main_path(&mut server, &config, &["cannot receive max-deliveries advisories", "cannot read stored messages"]).await;
 }
 
 #[tokio::test]
@@ -554,7 +549,7 @@ async fn each_permission_that_is_missing_is_named() {
     let mut workers: Vec<_> = specs.iter().map(DaemonSpec::start).collect();
     for (worker, lack) in workers.iter_mut().zip(lacks) {
         worker.not_ready(lack.trim_end_matches('>')).await;
-        worker.logged(&["ERROR", "the server denies us a subject", lack.trim_end_matches('>')]).await;
+        worker.logged(&["ERROR", "the server denies a subject", lack.trim_end_matches('>')]).await;
         worker.drain().await;
     }
 }
@@ -740,7 +735,7 @@ async fn a_worker_that_may_not_ask_for_messages_is_not_ready_and_says_why_at_onc
     let mut worker = spec.start();
     worker.not_ready("MSG.NEXT.ORDERS.order-processor").await;
     let (_, body) = worker.get("/readyz").await;
-    assert!(body.contains("pulls: the server denies us a subject"), "{body}");
+    assert!(body.contains("pulls: the server denies a subject"), "{body}");
     worker.drain().await;
 }
 
@@ -774,12 +769,12 @@ async fn denied_acknowledgements_stay_visible_on_a_consumer_that_had_some() {
     spec.change("nats.url", server.url());
     broker.publish("Order Data 4").await;
     let mut worker = spec.start();
-    worker.not_ready("acks: the server denies us a subject").await;
+    worker.not_ready("acks: the server denies a subject").await;
     // So that it can be told when the daemon has looked at the consumer again.
     broker.publish("Order Data 5").await;
     worker.metric("stream_last_seq", 5.0).await;
     let (status, body) = worker.get("/readyz").await;
-    assert!(status == 503 && body.contains("acks: the server denies us a subject"), "{status} {body}");
+    assert!(status == 503 && body.contains("acks: the server denies a subject"), "{status} {body}");
     assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 3);
     worker.drain().await;
 }

@@ -181,8 +181,8 @@ async fn a_paused_consumer_is_shown_and_work_resumes_after_the_pause() {
 
     broker.acknowledged(5).await;
     worker.metric("consumer_paused", 0.0).await;
-    worker.logged(&["INFO", "not paused any more"]).await;
-    assert_eq!(worker.lines(&["WARN", "has paused the consumer"]), 1);
+    worker.logged(&["INFO", "no longer paused"]).await;
+    assert_eq!(worker.lines(&["WARN", "the consumer is paused"]), 1);
     spec.db().applied_once(5).await;
     worker.drain().await;
 }

@@ -189,7 +189,7 @@ async fn without_the_advisory_it_is_found_all_the_same() {
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
-    worker.logged(&["INFO", "optional permission"]).await;
+    worker.logged(&["INFO", "(optional)"]).await;
     worker.metric("nats_errors_total{kind=\"permission\"}", 0.0).await;
 
     // It goes to somebody who is faster, and says nothing.

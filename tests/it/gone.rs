@@ -42,7 +42,7 @@ async fn orders_dropped_while_no_worker_ran_are_counted_and_named_once() {
     let mut worker = spec.start();
     broker.acknowledged(10).await;
     worker.metric("messages_expired_total", 6.0).await;
-    worker.logged(&["ERROR", "messages 1 to 6 are gone"]).await;
+    worker.logged(&["ERROR", "messages 1 to 6 were removed"]).await;
     spec.db().applied_once(4).await;
     worker.drain().await;
 
@@ -71,8 +71,8 @@ async fn dropped_orders_are_not_counted_again_after_a_pause() {
     broker.publish_numbered(11..=12).await;
     spec.run_ok(&["resume"]).await;
     worker.metric("messages_expired_total", 8.0).await;
-    assert_eq!(worker.lines(&["messages 1 to 6 are gone"]), 1);
-    worker.logged(&["ERROR", "messages 7 to 8 are gone"]).await;
+    assert_eq!(worker.lines(&["messages 1 to 6 were removed"]), 1);
+    worker.logged(&["ERROR", "messages 7 to 8 were removed"]).await;
     worker.drain().await;
 }
 
@@ -168,7 +168,7 @@ async fn with_a_filter_only_what_vanished_undelivered_is_counted() {
     .await;
     assert_eq!(worker.metrics().await.get("messages_expired_total"), Some(0.0));
     broker.purge().await;
-    worker.logged(&["ERROR", "at least", "of this filtered consumer"]).await;
+    worker.logged(&["ERROR", "at least", "the consumer has a filter"]).await;
     writer.close().await.unwrap();
     eventually("all are accounted for", PATIENCE, async || {
         let lost = worker.metrics().await.get("messages_expired_total").unwrap_or_default();

@@ -84,7 +84,7 @@ async fn unanswered_requests_are_repeated_until_the_server_answers() {
 
     server.reload(&restricted_worker(r#"allow: ["$JS.>"], deny: ["$JS.API.STREAM.INFO.ORDERS"]"#));
     worker.not_ready("consumer: the server does not answer").await;
-    worker.logged(&["ERROR", "the server denies us a subject", "STREAM.INFO"]).await;
+    worker.logged(&["ERROR", "the server denies a subject", "STREAM.INFO"]).await;
     broker.publish_numbered(6..=10).await;
     worker.drain().await;
     let mut worker = spec.start();

@@ -45,7 +45,7 @@ async fn no_server_at_start_is_waited_for() {
     let mut worker = spec.start();
     worker.not_ready("connect").await;
     assert_eq!(worker.get("/livez").await.0, 200, "waiting is no reason to be restarted");
-    worker.logged(&["trying again"]).await;
+    worker.logged(&["tries again"]).await;
 
     server.restart().await;
     worker.ready().await;

@@ -1,0 +1,115 @@
+//! What the operator must know about stream and consumer: each fact once, in log and metrics.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::Info as ConsumerInfo;
+
+use super::gaps::Notice;
+use super::gate::Finding;
+use crate::model::view::ConsumerView;
+use crate::telemetry::status::Component;
+use crate::telemetry::{Reminder, Telemetry};
+
+pub(super) struct Notices {
+    telemetry: Arc<Telemetry>,
+    /// The warnings of the start gate that are logged and still hold.
+    warned: HashSet<String>,
+    paused: bool,
+    /// The ack floor of the last look at this consumer, as a consumer sequence.
+    ack_floor: u64,
+    floor_reminder: Reminder,
+}
+
+impl Notices {
+    pub(super) fn new(telemetry: Arc<Telemetry>) -> Self {
+        Self { telemetry, warned: HashSet::new(), paused: false, ack_floor: 0, floor_reminder: Reminder::default() }
+    }
+
+    /// Logs each warning once for as long as it holds.
+    pub(super) fn warn(&mut self, findings: Vec<Finding>) {
+        let warnings: HashSet<String> = findings.into_iter().map(|finding| finding.text).collect();
+        for text in warnings.difference(&self.warned) {
+            tracing::warn!("{text}");
+        }
+        self.warned = warnings;
+    }
+
+    /// The server ends a pause by itself. So its beginning and its end are logged once each.
+    pub(super) fn pause(&mut self, consumer: &ConsumerInfo) {
+        if consumer.paused == self.paused {
+            return;
+        }
+        self.paused = consumer.paused;
+        let left = consumer.pause_remaining.map(|left| Duration::from_secs(left.as_secs())).unwrap_or_default();
+        if consumer.paused {
+            tracing::warn!(left = %humantime::format_duration(left), "the consumer is paused; the server delivers nothing");
+        } else {
+            tracing::info!("the consumer is no longer paused");
+        }
+    }
+
+    /// The consumer is another one. The position of its floor is not the result of our acknowledgements.
+    pub(super) fn restart_ack_floor(&mut self, view: &ConsumerView) {
+        self.ack_floor = view.ack_floor_consumer_seq;
+    }
+
+    /// A higher floor proves that the server accepts our acknowledgements, whatever it denied before.
+    pub(super) fn ack_floor(&mut self, view: &ConsumerView) {
+        if view.ack_floor_consumer_seq > self.ack_floor {
+            self.telemetry.health.report(Component::Acks, Ok(()));
+        }
+        self.ack_floor = view.ack_floor_consumer_seq;
+    }
+
+    /// Reports what happened to messages and sequences of the stream that was created at `stream_ns`.
+    pub(super) fn report(&mut self, notices: &[Notice], stream_ns: i64) {
+        let metrics = &self.telemetry.metrics;
+        for notice in notices {
+            match *notice {
+                Notice::Gone { from, to } => {
+                    let Some(from) = self.telemetry.news_of_gone(stream_ns.into(), from, to) else { continue };
+                    let messages = to - from + 1;
+                    metrics.messages_expired.increment(messages);
+                    tracing::error!(
+                        from,
+                        to,
+                        messages,
+                        "messages {from} to {to} were removed from the stream before they were processed (by its limits, a purge \
+                         or a deletion); raise the limits of the stream and publish these orders again"
+                    );
+                }
+                Notice::SomeGone { at_least, first } => {
+                    metrics.messages_expired.increment(at_least);
+                    tracing::error!(
+                        at_least,
+                        "at least {at_least} messages below sequence {first} were removed from the stream before they were \
+                         processed (by its limits, a purge or a deletion); the consumer has a filter, so their sequences are not \
+                         known; raise the limits of the stream and publish these orders again"
+                    );
+                }
+                Notice::Rewound { from, to } => {
+                    self.telemetry.rewound();
+                    tracing::error!(
+                        from,
+                        to,
+                        "the stream ended at sequence {from} and now ends at {to}: the server has lost the messages after {to}, \
+                         or was restored from a copy; publish those again that were not processed. New messages get these \
+                         sequences again and are processed as new orders"
+                    );
+                }
+                Notice::FloorBeyond { floor, last } => {
+                    let text = format!(
+                        "the ack floor of the consumer is {floor}, but the stream ends at {last}: the server may not deliver new \
+                         messages until the stream has grown to {floor}; run `nats consumer rm`, then `order-processor setup`: \
+                         no order is applied twice"
+                    );
+                    if self.floor_reminder.is_due(&text) {
+                        tracing::error!("{text}");
+                    }
+                }
+            }
+        }
+    }
+}

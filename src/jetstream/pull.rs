@@ -1,0 +1,171 @@
+//! Pull requests and what the server sends in answer. The daemon's consumer and the [walk](super::walk) both use it.
+
+use std::time::Duration;
+
+use async_nats::{Message, StatusCode};
+use tokio::time::Instant;
+
+use super::error::{Error, Trouble};
+use super::link::Link;
+use crate::model::delivery::{Arrival, Headers, Position, Raw, Reply};
+use crate::telemetry::metrics::NatsErrorKind;
+
+/// The server sends a heartbeat so often while a pull is open.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+/// After two missed heartbeats, the pull counts as lost.
+const SILENCE_MAX: Duration = Duration::from_millis(2500);
+/// After this time, a pull whose end did not arrive is forgotten.
+const GRACE: Duration = Duration::from_secs(2);
+/// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
+pub(super) const HEADER_ROOM_BYTES: usize = 64 * 1024;
+
+/// What one pull asks for.
+pub(super) struct PullRequest {
+    pub(super) messages: usize,
+    pub(super) bytes: usize,
+    pub(super) expires: Duration,
+}
+
+/// The open pulls on one consumer.
+pub(super) struct Pulls {
+    subject: String,
+    sent: u64,
+    /// Messages that open pulls may still bring.
+    outstanding: usize,
+    /// When the last pull must be over.
+    open_until: Instant,
+    last_received: Instant,
+    /// A delivery arrived since the last pull was sent.
+    fruitful: bool,
+}
+
+/// What a message in our inbox was.
+pub(super) enum Received {
+    Delivery(Arrival),
+    Heartbeat,
+    /// A pull ran out of time, or is complete.
+    Ended,
+    /// The last pull brought nothing and ended: the next message is larger than the pull allows.
+    TooLarge,
+}
+
+impl Pulls {
+    pub(super) fn of(stream: &str, consumer: &str) -> Self {
+        let now = Instant::now();
+        Self {
+            subject: format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"),
+            sent: 0,
+            outstanding: 0,
+            open_until: now,
+            last_received: now,
+            fruitful: true,
+        }
+    }
+
+    /// Messages that open pulls may still bring.
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
+    /// Sends one pull request more.
+    pub(super) async fn send(&mut self, link: &Link, request: PullRequest) -> Result<(), Error> {
+        let PullRequest { messages, bytes, expires } = request;
+        let body = serde_json::json!({
+            "batch": messages,
+            "max_bytes": bytes,
+            "expires": expires.as_nanos() as u64,
+            "idle_heartbeat": HEARTBEAT.min(expires / 2).as_nanos() as u64,
+        });
+        let reply = format!("{}.{}", link.subject, self.sent);
+        let sent = link.client.publish_with_reply(self.subject.clone(), reply, body.to_string().into()).await;
+        sent.map_err(|_| Error::ClientDead)?;
+        if self.outstanding == 0 {
+            self.restart_silence();
+        }
+        self.sent += 1;
+        self.fruitful = false;
+        self.outstanding += messages;
+        self.open_until = Instant::now() + expires + GRACE;
+        Ok(())
+    }
+
+    /// The time before this call is not the server's silence: nobody read the inbox, or no pull was open.
+    pub(super) fn restart_silence(&mut self) {
+        self.last_received = Instant::now();
+    }
+
+    /// Reads one message of our inbox.
+    pub(super) fn receive(&mut self, message: Message) -> Result<Received, Trouble> {
+        self.last_received = Instant::now();
+        let Some(status) = message.status else {
+            let Some(arrival) = arrival(message) else {
+                let cause = "a message that is not a delivery arrived in the inbox of the pulls";
+                return Err(Trouble::new(cause, Some(NatsErrorKind::Pull)));
+            };
+            self.outstanding = self.outstanding.saturating_sub(1);
+            self.fruitful = true;
+            return Ok(Received::Delivery(arrival));
+        };
+        if message.reply.as_ref().is_some_and(|reply| Position::parse(reply).is_some()) {
+            let cause = "a stored message has a NATS status header, so the client reads it as a status of the server";
+            return Err(Trouble::by_message(cause));
+        }
+        let description = message.description.as_deref().unwrap_or_default();
+        let left = message.headers.as_ref().and_then(|headers| headers.get("Nats-Pending-Messages"));
+        match (status, left.and_then(|left| left.as_str().parse::<usize>().ok())) {
+            (StatusCode::IDLE_HEARTBEAT, _) => Ok(Received::Heartbeat),
+            (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, Some(left)) => {
+                self.outstanding = self.outstanding.saturating_sub(left);
+                Ok(Received::Ended)
+            }
+            (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
+                self.outstanding = self.outstanding.saturating_sub(left);
+                // The end of an earlier pull may arrive after the next pull was sent, and tells nothing about that one.
+                let pull = message.subject.rsplit('.').next().and_then(|number| number.parse::<u64>().ok());
+                let is_last = pull == self.sent.checked_sub(1);
+                Ok(if is_last && !self.fruitful { Received::TooLarge } else { Received::Ended })
+            }
+            (status, _) => {
+                Err(Trouble::new(format!("the server ended a pull: {status} {description}"), Some(NatsErrorKind::Pull)))
+            }
+        }
+    }
+
+    /// Notices heartbeats that did not come, and forgets a pull whose end got lost.
+    pub(super) fn check(&mut self) -> Result<(), Trouble> {
+        let now = Instant::now();
+        if self.outstanding > 0 && now.duration_since(self.last_received) > SILENCE_MAX {
+            return Err(Trouble::new(
+                format!("the server sent neither a delivery nor a heartbeat for {SILENCE_MAX:?}"),
+                Some(NatsErrorKind::Heartbeat),
+            ));
+        }
+        if self.outstanding > 0 && now > self.open_until {
+            self.outstanding = 0;
+        }
+        Ok(())
+    }
+}
+
+/// `None` for a message that the server did not deliver from a stream.
+pub(super) fn arrival(message: Message) -> Option<Arrival> {
+    let reply = message.reply?.into_string();
+    let position = Position::parse(&reply)?;
+    let reply = Reply { subject: reply, delivered: position.delivered };
+    let mut headers = Headers::new();
+    if let Some(found) = &message.headers {
+        headers.reserve(found.len());
+        for (name, values) in found.iter() {
+            let name: &str = name.as_ref();
+            headers.extend(values.iter().map(|value| (name.to_owned(), value.as_str().to_owned())));
+        }
+    }
+    let (subject, payload) = (message.subject.as_str().into(), message.payload);
+    Some(Arrival { raw: Raw { subject, headers, payload, position, unreadable: None }, reply })
+}
+
+/// 409s that end one pull and mean nothing else. With the other ones, the consumer or its leader is gone or has changed.
+fn is_end_of_pull(description: &str) -> bool {
+    let description = description.to_ascii_lowercase();
+    description.contains("message size exceeds maxbytes") || description.contains("batch completed")
+}
