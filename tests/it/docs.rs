@@ -267,8 +267,7 @@ fn the_concepts_have_every_outcome_and_every_reason() {
 /// Headings, and the lists of related texts, quote log lines, `/readyz` and error texts. What differs stands in capitals.
 #[test]
 fn the_runbook_quotes_texts_that_the_program_has() {
-    let sources: Vec<String> = files(&root().join("src"), "rs").into_iter().map(|path| Page::read(path).text).collect();
-    let sources = literals(&sources.join("\n"));
+    let sources = sources();
     let mut unknown = Vec::new();
     for quoted in quotes(&Page::read(root().join("docs/runbook.md"))) {
         for part in fixed_parts(&quoted) {
@@ -295,7 +294,12 @@ fn the_runbook_has_every_text_of_a_database_that_cannot_be_opened() {
     }
 }
 
-/// The sources with each text on one line: literals that go over several lines, and escapes, as they are printed.
+fn sources() -> String {
+    let sources: Vec<String> = files(&root().join("src"), "rs").into_iter().map(|path| Page::read(path).text).collect();
+    literals(&sources.join("\n"))
+}
+
+/// Sources with each text on one line: literals that go over several lines, and escapes, as they are printed.
 fn literals(source: &str) -> String {
     source.replace("\\\n", " ").replace("\\\"", "'").split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -358,6 +362,11 @@ fn the_readme_shows_the_steps_of_the_demo() {
     assert!(steps.len() > 4, "{steps:?}");
     for step in steps {
         assert!(demo.contains(&format!("step \"{step}\"")), "{step}");
+    }
+    let sources = sources();
+    for line in readme.lines().filter_map(|line| line.strip_prefix("INFO ")) {
+        let text: Vec<&str> = line.split(' ').take_while(|word| !word.contains('=')).collect();
+        assert!(sources.contains(&format!("\"{}\"", text.join(" "))), "no log line is {line}");
     }
 }
 
