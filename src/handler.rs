@@ -73,8 +73,8 @@ pub enum Failure {
     /// is counted, nothing is acknowledged, and the daemon tries again by itself.
     #[error("{0}")]
     Away(String),
-    /// The database refused a statement. What that means depends on the error: a full disk is no message's fault and counts
-    /// no attempt, a violated constraint is [`Failure::Permanent`]. `?` on a call through [`Tx`] ends up here.
+    /// The database refused a statement. The meaning depends on the error. A full disk is not the fault of a message and counts
+    /// no attempt. A violated constraint is [`Failure::Permanent`]. `?` on a statement through [`Tx`] ends up here.
     #[error(transparent)]
     Store(#[from] store::Error),
     /// The failure is that of the order at this index of the slice. The other orders run together again without it.
