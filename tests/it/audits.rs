@@ -249,9 +249,10 @@ async fn without_a_database_a_stream_or_a_server_one_line_says_so() {
     assert!(finished.stderr.contains(&server.address()), "{finished:?}");
 }
 
-/// Some of these end the client, some cut its connection, one passes for a word of the server.
+/// Publishers of other languages can store headers that our client refuses or even panics over: some of these end the client, some
+/// cut its connection, one looks like a status of the server.
 #[tokio::test]
-async fn messages_that_no_client_can_parse_do_not_stop_it() {
+async fn messages_that_no_client_can_parse_stop_neither_daemon_nor_audit() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
@@ -266,6 +267,8 @@ async fn messages_that_no_client_can_parse_do_not_stop_it() {
     })
     .await;
     broker.acknowledged(56).await;
+    let payloads = spec.db().texts("SELECT DISTINCT CAST(payload AS TEXT) FROM dead_letters").await;
+    assert_eq!(payloads, ["hidden order"]);
 
     let finished = spec.run_ok(&["audit", "--json"]).await;
     assert_eq!((count(&finished, "processed"), count(&finished, "dead_letters")), (53, 3), "{finished:?}");
@@ -280,9 +283,9 @@ async fn messages_that_no_client_can_parse_do_not_stop_it() {
 
 #[tokio::test]
 async fn cut_connections_and_a_server_restart_make_it_miss_nothing() {
-    const ORDERS: u64 = 10_000;
+    const ORDERS: u64 = 8_000;
     let (mut server, broker, spec) = processed(ORDERS).await;
-    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq IN (1, 5000, 10000)").await;
+    spec.db().execute("DELETE FROM processed_ids WHERE stream_seq IN (1, 5000, 8000)").await;
     let proxy = FaultProxy::start(server.address()).await;
     let spec = spec.set("nats.url", proxy.url());
     proxy.delay(Duration::from_millis(20));
@@ -476,7 +479,7 @@ async fn a_daemon_that_starts_during_a_repair_waits_for_its_end() {
 #[tokio::test]
 async fn a_stream_recreated_during_a_repair_ends_it_and_keeps_ids_apart() {
     const ORDERS: u64 = 300;
-    for (one_by_one, anew) in [(true, true), (false, true), (true, false)] {
+    let recreated = async |one_by_one: bool, anew: bool| {
         let (_server, broker, spec) = match one_by_one {
             true => processed_one_by_one(ORDERS).await,
             false => processed(ORDERS).await,
@@ -499,12 +502,13 @@ async fn a_stream_recreated_during_a_repair_ends_it_and_keeps_ids_apart() {
             spec.db().scalar("SELECT count(*) FROM orders WHERE stream_seq > 1000 OR payload LIKE '%Data 1___'").await,
             0
         );
-    }
+    };
+    tokio::join!(recreated(true, true), recreated(false, true), recreated(true, false));
 }
 
 #[tokio::test]
 async fn a_stream_deleted_while_it_is_read_is_not_taken_for_its_end() {
-    for anew in [false, true] {
+    let deleted = async |anew: bool| {
         let (server, broker, spec) = processed_one_by_one(300).await;
         let proxy = FaultProxy::start(server.address()).await;
         let spec = spec.set("nats.url", proxy.url());
@@ -517,13 +521,14 @@ async fn a_stream_deleted_while_it_is_read_is_not_taken_for_its_end() {
         }
         audit.wait_exit(PATIENCE).await;
         is_told_of_another_stream(&audit.finished());
-    }
+    };
+    tokio::join!(deleted(false), deleted(true));
 }
 
 #[tokio::test]
 async fn what_leaves_the_stream_before_it_could_be_checked_is_counted() {
-    const ORDERS: u64 = 10_000;
-    for kept in [500, 0] {
+    const ORDERS: u64 = 5_000;
+    let left = async |kept: u64| {
         let (server, broker, spec) = processed(ORDERS).await;
         let proxy = FaultProxy::start(server.address()).await;
         let spec = spec.set("nats.url", proxy.url());
@@ -539,9 +544,10 @@ async fn what_leaves_the_stream_before_it_could_be_checked_is_counted() {
             let number = said.split_once(after).unwrap_or_else(|| panic!("no {after:?} in {said}")).1;
             number.split(' ').next().unwrap().trim().parse().unwrap_or_else(|_| panic!("{said}"))
         };
-        let (processed, gone) = (number("to 10000: "), number("0 missing, "));
+        let (processed, gone) = (number("to 5000: "), number("0 missing, "));
         assert_eq!(processed + gone, ORDERS, "{said}");
         assert!(gone > 0 && said.contains(" that left the stream before they could be checked"), "{said}");
         assert_eq!(number("up to message "), ORDERS - kept, "{said}");
-    }
+    };
+    tokio::join!(left(500), left(0));
 }

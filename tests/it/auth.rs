@@ -270,8 +270,7 @@ fn as_admin() -> ConnectOptions {
     ConnectOptions::with_user_and_password("admin".into(), "admin".into())
 }
 
-#[tokio::test]
-async fn a_new_password_counts_from_the_next_connect_on() {
+async fn new_password() {
     let config = |password: &str| users(&format!("{{user: worker, password: {password}}}"));
     let mut server = server(config("before")).await;
     let broker = admin(&server).await;
@@ -280,8 +279,7 @@ async fn a_new_password_counts_from_the_next_connect_on() {
     rotation(&mut server, &spec, broker, config("after"), as_admin(), replace).await;
 }
 
-#[tokio::test]
-async fn a_new_token_counts_from_the_next_connect_on() {
+async fn new_token() {
     let config = |token: &str| format!("authorization {{ token: {token} }}\n");
     let mut server = server(config("before")).await;
     let broker = Broker::connect_with(&server, ConnectOptions::with_token("before".into())).await;
@@ -290,8 +288,7 @@ async fn a_new_token_counts_from_the_next_connect_on() {
     rotation(&mut server, &spec, broker, config("after"), ConnectOptions::with_token("after".into()), replace).await;
 }
 
-#[tokio::test]
-async fn a_new_nkey_counts_from_the_next_connect_on() {
+async fn new_nkey() {
     let (before, after) = (Nkey::new_user(), Nkey::new_user());
     let config = |key: &Nkey| users(&format!("{{nkey: {}}}", key.public_key()));
     let mut server = server(config(&before)).await;
@@ -301,8 +298,7 @@ async fn a_new_nkey_counts_from_the_next_connect_on() {
     rotation(&mut server, &spec, broker, config(&after), as_admin(), replace).await;
 }
 
-#[tokio::test]
-async fn a_new_client_certificate_counts_from_the_next_connect_on() {
+async fn new_client_certificate() {
     let folder = TempDir::new().unwrap();
     let (ours, next) = (Authority::new(folder.path(), "ours"), Authority::new(folder.path(), "next"));
     let mut server = server(tls(&ours, &ours, 4000, "verify: true")).await;
@@ -323,6 +319,11 @@ async fn a_new_client_certificate_counts_from_the_next_connect_on() {
         std::fs::copy(&before.cert, &after.cert).unwrap();
     };
     rotation(&mut server, &spec, broker, tls(&ours, &next, 4000, "verify: true"), options, replace).await;
+}
+
+#[tokio::test]
+async fn a_new_key_counts_from_the_next_connect_on() {
+    tokio::join!(new_password(), new_token(), new_nkey(), new_client_certificate());
 }
 
 #[tokio::test]
@@ -550,6 +551,8 @@ async fn each_permission_that_is_missing_is_named() {
     for (worker, lack) in workers.iter_mut().zip(lacks) {
         worker.not_ready(lack.trim_end_matches('>')).await;
         worker.logged(&["ERROR", "the server denies a subject", lack.trim_end_matches('>')]).await;
+        let errors = worker.metrics().await.get("nats_errors_total{kind=\"permission\"}");
+        assert!(errors >= Some(1.0), "{lack}: {errors:?}");
         worker.drain().await;
     }
 }
@@ -722,35 +725,6 @@ async fn secrets_are_in_no_output_at_any_log_level() {
             assert_eq!(line, None, "{secret} is shown");
         }
     }
-}
-
-#[tokio::test]
-async fn a_worker_that_may_not_ask_for_messages_is_not_ready_and_says_why_at_once() {
-    let (server, _broker) = Broker::with_restricted_worker(
-        r#"allow: ["$JS.API.STREAM.INFO.>", "$JS.API.CONSUMER.INFO.>", "$JS.ACK.>"]"#,
-        consumer_config(),
-    )
-    .await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.not_ready("MSG.NEXT.ORDERS.order-processor").await;
-    let (_, body) = worker.get("/readyz").await;
-    assert!(body.contains("pulls: the server denies a subject"), "{body}");
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn acknowledgements_that_are_not_permitted_are_seen() {
-    let (server, broker) = Broker::with_restricted_worker(r#"allow: ["$JS.API.>"]"#, consumer_config()).await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    broker.publish("Order Data 1").await;
-    spec.db().has("orders", 1).await;
-
-    worker.not_ready("ermission").await;
-    let errors = worker.metrics().await.get("nats_errors_total{kind=\"permission\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-    worker.drain().await;
 }
 
 #[tokio::test]

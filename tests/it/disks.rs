@@ -242,24 +242,25 @@ async fn on_a_full_disk_a_pause_is_on_or_it_says_that_it_is_not() {
     worker.drain().await;
 }
 
-/// The same without any mount, and what no mount can make: writes that fail on a disk that seemed well.
+/// The same without any mount, and what no mount can make: writes and syncs that fail on a disk that seemed well.
 #[tokio::test]
-async fn writes_that_fail_hold_up_and_cost_nothing() {
+async fn nothing_is_acknowledged_while_writes_or_syncs_fail() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
     let mut worker = spec.start();
     worker.ready().await;
     let mut published = 0;
-    for (error, class) in [("ENOSPC", "full"), ("EIO", "io"), ("EROFS", "io")] {
-        let injection = format!("inject=pwrite64:error={error}");
-        let Some(tracer) = worker.trace(&["-e", "trace=pwrite64", "-e", &injection]).await else {
-            return eprintln!("NOT TESTED: strace is not installed, no write fails");
+    let faults = [("pwrite64", "ENOSPC", "full"), ("pwrite64", "EIO", "io"), ("pwrite64", "EROFS", "io")];
+    for (calls, error, class) in faults.into_iter().chain([("fsync,fdatasync", "EIO", "io")]) {
+        let (trace, injection) = (format!("trace={calls}"), format!("inject={calls}:error={error}"));
+        let Some(tracer) = worker.trace(&["-e", &trace, "-e", &injection]).await else {
+            return eprintln!("NOT TESTED: strace is not installed, no write and no sync fails");
         };
         broker.publish_numbered(published + 1..=published + 20).await;
         published += 20;
         worker.not_ready("database: ").await;
         refused_for_long(&broker, &worker, class).await;
-        assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, published - 20, "{error}");
+        assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, published - 20, "{calls}: {error}");
 
         tracer.detach().await;
         broker.acknowledged(published).await;
@@ -302,9 +303,15 @@ async fn a_locked_database_holds_up_and_costs_nothing() {
     worker.not_ready("database is locked").await;
     // Each refusal takes the busy timeout of 2 s: several times `ack_wait`, as a minute is with the story's 30 s.
     refused_for_long(&broker, &worker, "busy").await;
+    eventually("the age of the oldest order is shown", PATIENCE, async || {
+        let age = worker.metrics().await.get("oldest_pending_seconds");
+        if age > Some(0.0) { Ok(()) } else { Err(age) }
+    })
+    .await;
     lock.close().await.unwrap();
     broker.acknowledged(50).await;
     worker.ready().await;
+    worker.metric("oldest_pending_seconds", 0.0).await;
     worker.drain().await;
     all_went_well(&broker, &spec, 50).await;
 }
@@ -428,80 +435,4 @@ async fn an_export_or_a_backup_that_the_disk_has_no_room_for_leaves_nothing() {
         let names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         assert!(!names.iter().any(|name| name.starts_with("answer")), "{command:?}: {names:?}");
     }
-}
-
-#[tokio::test]
-async fn a_database_that_is_moved_away_under_the_daemon_stops_the_acknowledging_until_it_is_back() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
-
-    let elsewhere = spec.database().with_extension("elsewhere");
-    std::fs::rename(spec.database(), &elsewhere).unwrap();
-    broker.publish_numbered(6..=10).await;
-    worker.not_ready("database").await;
-    worker.logged(&["the file was moved, removed or replaced"]).await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 5, "nothing of it would be there tomorrow");
-
-    std::fs::rename(&elsewhere, spec.database()).unwrap();
-    broker.acknowledged(10).await;
-    worker.ready().await;
-    spec.db().applied_once(10).await;
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn a_busy_database_holds_up_and_costs_nothing() {
-    let (server, broker) = Broker::with(impatient_consumer_config()).await;
-    let spec = DaemonSpec::new(server.url()).set("retry.max_attempts", "1");
-    let mut worker = spec.start();
-    worker.ready().await;
-    let writer = spec.db().lock().await;
-
-    broker.publish_numbered(1..=50).await;
-    worker.not_ready("database").await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
-    let errors = worker.metrics().await.get("db_errors_total{class=\"busy\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-    eventually("the age of the oldest order is shown", PATIENCE, async || {
-        let age = worker.metrics().await.get("oldest_pending_seconds");
-        if age > Some(0.0) { Ok(()) } else { Err(age) }
-    })
-    .await;
-
-    writer.close().await.unwrap();
-    broker.acknowledged(50).await;
-    worker.ready().await;
-    worker.metric("oldest_pending_seconds", 0.0).await;
-    spec.db().applied_once(50).await;
-    assert_eq!(spec.db().count("attempts").await, 0);
-    worker.drain().await;
-}
-
-/// The disk refuses to make anything durable, as long as the tracer lives.
-#[tokio::test]
-async fn nothing_is_acknowledged_when_the_commit_fails() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    let faults = ["-e", "trace=fsync,fdatasync", "-e", "inject=fsync,fdatasync:error=EIO"];
-    let Some(tracer) = worker.trace(&faults).await else {
-        return eprintln!("strace is not installed: no fsync fails in this test");
-    };
-    broker.publish_numbered(1..=20).await;
-    worker.not_ready("database: committing").await;
-    assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0, "nothing is acknowledged without a commit");
-    let errors = worker.metrics().await.get("db_errors_total{class=\"io\"}");
-    assert!(errors >= Some(1.0), "{errors:?}");
-
-    tracer.detach().await;
-    broker.acknowledged(20).await;
-    worker.ready().await;
-    spec.db().applied_once(20).await;
-    assert_eq!(spec.db().count("attempts").await, 0);
-    worker.drain().await;
 }

@@ -106,10 +106,16 @@ async fn a_filter_set_and_removed_loses_nothing_that_is_for_the_worker() {
 }
 
 /// Makes the consumer begin at the first message again.
-async fn reset(broker: &Broker) {
-    let request = broker.client.request("$JS.API.CONSUMER.RESET.ORDERS.order-processor", r#"{"seq":1}"#.into());
-    let answer: serde_json::Value = serde_json::from_slice(&request.await.unwrap().payload).unwrap();
-    assert!(answer["error"].is_null(), "{answer}");
+async fn rewind(broker: &Broker, recreate: bool) {
+    if recreate {
+        let deliver_policy = DeliverPolicy::ByStartSequence { start_sequence: 1 };
+        broker.delete_consumer().await;
+        broker.create_consumer(consumer::pull::Config { deliver_policy, ..consumer_config() }).await;
+    } else {
+        let request = broker.client.request("$JS.API.CONSUMER.RESET.ORDERS.order-processor", r#"{"seq":1}"#.into());
+        let answer: serde_json::Value = serde_json::from_slice(&request.await.unwrap().payload).unwrap();
+        assert!(answer["error"].is_null(), "{answer}");
+    }
 }
 
 /// Waits until the whole stream of `orders` messages came once more and nothing was applied.
@@ -122,18 +128,18 @@ async fn replayed(broker: &Broker, spec: &DaemonSpec, worker: &Daemon, orders: u
     spec.db().applied_once(i64::try_from(orders).unwrap()).await;
 }
 
-#[tokio::test]
-async fn a_consumer_reset_to_the_first_message_applies_nothing_twice() {
+/// Under a running worker, and while no worker runs.
+async fn rewound(recreate: bool) {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     broker.publish_numbered(1..=500).await;
     broker.acknowledged(500).await;
-    reset(&broker).await;
+    rewind(&broker, recreate).await;
     replayed(&broker, &spec, &worker, 500).await;
     worker.drain().await;
 
-    reset(&broker).await;
+    rewind(&broker, recreate).await;
     let mut worker = spec.start();
     worker.ready().await;
     replayed(&broker, &spec, &worker, 500).await;
@@ -141,27 +147,8 @@ async fn a_consumer_reset_to_the_first_message_applies_nothing_twice() {
 }
 
 #[tokio::test]
-async fn a_consumer_recreated_from_the_first_message_applies_nothing_twice() {
-    let again = || consumer::pull::Config {
-        deliver_policy: DeliverPolicy::ByStartSequence { start_sequence: 1 },
-        ..consumer_config()
-    };
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    broker.publish_numbered(1..=500).await;
-    broker.acknowledged(500).await;
-    broker.delete_consumer().await;
-    broker.create_consumer(again()).await;
-    replayed(&broker, &spec, &worker, 500).await;
-    worker.drain().await;
-
-    broker.delete_consumer().await;
-    broker.create_consumer(again()).await;
-    let mut worker = spec.start();
-    worker.ready().await;
-    replayed(&broker, &spec, &worker, 500).await;
-    worker.drain().await;
+async fn a_consumer_reset_or_recreated_from_the_start_applies_nothing_twice() {
+    tokio::join!(rewound(false), rewound(true));
 }
 
 #[tokio::test]

@@ -131,23 +131,6 @@ async fn after_a_purge_while_no_worker_runs_new_orders_are_applied() {
 }
 
 #[tokio::test]
-async fn a_purged_stream_goes_on_with_what_is_published_next() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
-
-    broker.jetstream.get_stream("ORDERS").await.unwrap().purge().await.unwrap();
-    broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", "after")]), b"Order Data 6".to_vec()).await;
-
-    broker.acknowledged(6).await;
-    spec.db().applied_once(6).await;
-    worker.drain().await;
-}
-
-#[tokio::test]
 async fn with_a_filter_only_what_vanished_undelivered_is_counted() {
     let filtered = consumer::pull::Config { filter_subject: "ORDERS.new".into(), ..consumer_config() };
     let (server, broker) = Broker::with(filtered).await;
@@ -339,16 +322,11 @@ async fn restored(part: &str, running: bool) {
 
 #[tokio::test]
 async fn a_server_restored_from_a_copy_loses_no_new_order() {
-    restored("", true).await;
-}
-
-#[tokio::test]
-async fn a_server_restored_while_no_worker_ran_loses_no_new_order() {
-    restored("", false).await;
+    tokio::join!(restored("", true), restored("", false));
 }
 
 #[tokio::test]
 async fn a_stream_that_lost_its_tail_loses_no_new_order() {
-    restored("jetstream/$G/streams/ORDERS/msgs", true).await;
-    restored("jetstream/$G/streams/ORDERS/msgs", false).await;
+    const MESSAGES: &str = "jetstream/$G/streams/ORDERS/msgs";
+    tokio::join!(restored(MESSAGES, true), restored(MESSAGES, false));
 }

@@ -197,17 +197,6 @@ async fn readiness_names_the_cause_and_comes_when_the_stream_appears() {
 }
 
 #[tokio::test]
-async fn idle_is_ready_and_live() {
-    let (server, _broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    assert_eq!(worker.get("/livez").await.0, 200);
-    assert_eq!(worker.get("/readyz").await.0, 200);
-    worker.drain().await;
-}
-
-#[tokio::test]
 async fn status_is_json_and_unknown_paths_are_not_found() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
@@ -231,11 +220,11 @@ async fn status_is_json_and_unknown_paths_are_not_found() {
 
 #[tokio::test]
 async fn readiness_is_gone_and_metrics_stay_while_the_server_is_away() {
-    let (mut server, _broker) = Broker::story().await;
+    let (mut server, _) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut worker = spec.start();
     worker.ready().await;
-    server.kill9();
+    server.stop().await;
 
     worker.not_ready("connect").await;
     worker.metric("nats_connected", 0.0).await;
@@ -246,6 +235,9 @@ async fn readiness_is_gone_and_metrics_stay_while_the_server_is_away() {
     worker.ready().await;
     worker.metric("nats_connected", 1.0).await;
     worker.metric("nats_reconnects_total", 1.0).await;
+    let broker = Broker::connect(&server).await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
     worker.drain().await;
 }
 

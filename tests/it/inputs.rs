@@ -7,8 +7,8 @@ use async_nats::jetstream::stream;
 use serde::Deserialize;
 use sqlx::Row;
 
-use crate::support::nats::{consumer_config, headers, patient_consumer_config, publish_raw, stream_config};
-use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, ServerSpec, equal, eventually};
+use crate::support::nats::{consumer_config, headers, patient_consumer_config, stream_config};
+use crate::support::{Broker, DaemonSpec, NatsServer, ServerSpec};
 
 /// One line of `inputs/messages.ndjson`.
 #[derive(Deserialize)]
@@ -182,22 +182,6 @@ async fn with_an_id_pointer_ids_come_from_the_payload_unless_a_header_has_one() 
 }
 
 #[tokio::test]
-async fn on_conflict_duplicate_takes_a_changed_repetition_for_a_duplicate() {
-    let server = NatsServer::start().await;
-    let broker = broker_with_short_window(&server).await;
-    let spec = DaemonSpec::new(server.url()).set("inbox.on_conflict", "duplicate");
-    let id = headers(&[("Nats-Msg-Id", "order-1")]);
-    broker.publish_anew("ORDERS.new", id.clone(), b"sent at 12:00".to_vec()).await;
-    broker.publish_anew("ORDERS.new", id, b"sent at 12:01".to_vec()).await;
-
-    spec.run_ok(&["run", "--until-idle"]).await;
-
-    broker.acknowledged(2).await;
-    spec.db().applied_once(1).await;
-    assert_eq!(spec.db().texts("SELECT CAST(payload AS TEXT) FROM orders").await, ["sent at 12:00"]);
-}
-
-#[tokio::test]
 async fn duplicates_within_one_batch_and_across_restarts_have_no_second_effect() {
     let server = NatsServer::start().await;
     let broker = broker_with_short_window(&server).await;
@@ -274,32 +258,5 @@ async fn a_message_larger_than_a_batch_does_not_block_the_rest() {
     broker.acknowledged(6).await;
 
     spec.db().applied_once(6).await;
-    worker.drain().await;
-}
-
-/// Publishers of other languages can store headers that our client's parser refuses or even panics over. The message must
-/// neither be lost nor stand in the way of the others.
-#[tokio::test]
-async fn messages_that_no_client_can_parse_are_dead_letters_alone() {
-    let (server, broker) = Broker::with(consumer_config()).await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-
-    broker.publish("Order Data 1").await;
-    let unparsable: [&[u8]; 3] = [b"X-Note: one\rtwo", b"X-Note: \xff\xfe", b"X Note: three"];
-    for header in unparsable {
-        publish_raw(&server, header, b"hidden order").await;
-        broker.publish("Order Data").await;
-    }
-
-    // Found only after some disconnects, each with its own pause.
-    eventually("four orders and three dead letters", 2 * PATIENCE, async || {
-        equal((spec.db().count("orders").await, spec.db().count("dead_letters").await), (4, 3))
-    })
-    .await;
-    broker.acknowledged(7).await;
-    let payloads = spec.db().texts("SELECT DISTINCT CAST(payload AS TEXT) FROM dead_letters").await;
-    assert_eq!(payloads, ["hidden order"]);
     worker.drain().await;
 }

@@ -1,5 +1,7 @@
 //! `pause` and `resume`, with a running daemon and without one.
 
+use std::time::Duration;
+
 use order_processor::config::Database;
 use order_processor::store::Store;
 use order_processor::worker::worker::Ended;
@@ -82,6 +84,8 @@ async fn a_pause_commits_the_batch_in_hand_and_hands_back_the_rest() {
         while !told.is_cancelled() {
             publisher.publish_numbered(last + 1..=last + 100).await;
             last += 100;
+            // No faster than small batches work it off, or the end waits for a backlog.
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
         last
     });

@@ -11,27 +11,6 @@ use crate::support::{
     Broker, DaemonSpec, FaultProxy, NatsServer, PATIENCE, ServerSpec, at_least, equal, eventually, free_port,
 };
 
-#[tokio::test]
-async fn after_a_clean_server_restart_orders_flow_again_without_a_worker_restart() {
-    let (mut server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish("Order Data 1").await;
-    broker.acknowledged(1).await;
-
-    server.stop().await;
-    worker.not_ready("connect").await;
-    server.restart().await;
-    let broker = Broker::connect(&server).await;
-    broker.publish("Order Data 2").await;
-
-    broker.acknowledged(2).await;
-    worker.ready().await;
-    spec.db().applied_once(2).await;
-    worker.drain().await;
-}
-
 /// A stall of pulling would be half a minute; a loaded machine takes a second or two.
 const GAP_MAX: Duration = Duration::from_secs(10);
 

@@ -1,7 +1,6 @@
-//! Where settings come from, and what is said about bad ones.
+//! Where settings come from, and what bad ones and bad flags end with.
 
-use crate::support::keys::secret;
-use crate::support::{Broker, DaemonSpec, Finished, NatsServer};
+use crate::support::{DaemonSpec, Finished};
 
 /// No server listens here; bad settings must be found before anybody looks for one.
 fn spec() -> DaemonSpec {
@@ -17,20 +16,6 @@ async fn refused(spec: &DaemonSpec, arguments: &[&str], words: &[&str]) -> Finis
     }
     assert!(!spec.database().exists(), "nothing is created");
     finished
-}
-
-#[tokio::test]
-async fn unknown_keys_are_errors_that_name_key_and_source() {
-    let in_file = spec();
-    std::fs::write(in_file.folder().join("c.toml"), "[retry]\nmax_atempts = 3\n").unwrap();
-    refused(&in_file, &["--config", "c.toml", "run"], &["max_atempts", "c.toml"]).await;
-
-    let section = spec();
-    std::fs::write(section.folder().join("c.toml"), "[retries]\nmax_attempts = 3\n").unwrap();
-    refused(&section, &["--config", "c.toml", "run"], &["retries", "c.toml"]).await;
-
-    let in_environment = spec().set("retry.max_atempts", "3");
-    refused(&in_environment, &["run"], &["ORDER_PROCESSOR__RETRY__MAX_ATEMPTS"]).await;
 }
 
 #[tokio::test]
@@ -57,85 +42,14 @@ async fn a_value_in_quotation_marks_in_the_environment_is_an_error_that_names_th
     }
 }
 
+/// Which settings are refused, and why, is held by the unit tests of `config`.
 #[tokio::test]
-async fn bad_values_are_errors_that_name_key_source_and_what_is_allowed() {
-    for (key, value) in [
-        ("retry.max_attempts", "0"),
-        ("retry.max_attempts", "-1"),
-        ("retry.max_attempts", "2.6"),
-        ("retry.max_attempts", "many"),
-        ("retry.max_attempts", ""),
-        ("retry.min_delay", "1"),
-        ("retry.min_delay", "soon"),
-        ("retry.max_delay", "-5s"),
-        ("batch.max_messages", "0"),
-        ("batch.max_bytes", "0"),
-        ("shutdown.timeout", "0s"),
-        ("shutdown.timeout", "25"),
-        ("http.listen", "9464"),
-        ("http.listen", "localhost"),
-        ("http.listen", "127.0.0.1:99999"),
-        ("log.level", "loud"),
-        ("log.format", "xml"),
-        ("inbox.on_conflict", "ignore"),
-        ("inbox.id_pointer", "id"),
-        ("inbox.id_pointer", "/a~2b"),
-        ("inbox.retention", "long"),
-        ("database.url", "mysql://localhost/orders"),
-        ("database.url", ""),
-        ("nats.url", ""),
-        ("nats.url", "http://127.0.0.1:4222"),
-        ("nats.url", "nats://127.0.0.1:4222,,nats://127.0.0.1:4223"),
-        ("consumer.stream", ""),
-        ("consumer.stream", "OR DERS"),
-        ("consumer.name", "order.processor"),
-        ("consumer.name", "*"),
-    ] {
-        let spec = spec().set(key, value);
-        let variable = format!("ORDER_PROCESSOR__{}", key.replace('.', "__").to_uppercase());
-        let finished = refused(&spec, &["run"], &[&variable]).await;
-        assert_eq!(finished.complaints().len(), 1, "{key} = {value:?} is one problem, so one line: {finished:?}");
-    }
-}
-
-#[tokio::test]
-async fn all_problems_are_said_at_once() {
+async fn all_problems_are_said_at_once_on_one_line_each() {
     let spec = spec().set("log.level", "loud").set("retry.max_attempts", "0");
     std::fs::write(spec.folder().join("c.toml"), "[batch]\nmax_messages = 0\n[inbox]\nid_ponter = \"/id\"\n").unwrap();
     let words = ["LOG__LEVEL", "RETRY__MAX_ATTEMPTS", "batch.max_messages", "id_ponter"];
-    refused(&spec, &["--config", "c.toml", "run"], &words).await;
-}
-
-#[tokio::test]
-async fn settings_that_contradict_each_other_are_errors() {
-    let delays = spec().set("retry.min_delay", "10s").set("retry.max_delay", "1s");
-    refused(&delays, &["run"], &["min_delay", "max_delay"]).await;
-
-    let ways_in = spec().set("nats.user", "worker");
-    let (password, token) = (ways_in.folder().join("password"), ways_in.folder().join("token"));
-    std::fs::write(&password, "secret-of-the-test").unwrap();
-    std::fs::write(&token, "secret-of-the-test").unwrap();
-    let ways_in = ways_in.set("nats.password_file", password).set("nats.token_file", token);
-    let finished = refused(&ways_in, &["run"], &["nats.token_file", "nats.user"]).await;
-    assert!(!finished.stderr.contains("secret-of-the-test"), "{finished:?}");
-}
-
-#[tokio::test]
-async fn a_missing_settings_file_is_an_error_that_names_it() {
-    refused(&spec(), &["--config", "nowhere.toml", "run"], &["nowhere.toml"]).await;
-}
-
-#[tokio::test]
-async fn a_missing_secret_file_is_an_error_that_names_it() {
-    let spec = spec().set("nats.token_file", "no-token-here");
-    refused(&spec, &["run"], &["no-token-here", "token"]).await;
-}
-
-#[tokio::test]
-async fn a_file_that_is_no_toml_is_an_error_with_its_line() {
-    let spec = spec();
-    std::fs::write(spec.folder().join("c.toml"), "[retry]\nmax_attempts = = 3\n").unwrap();
-    refused(&spec, &["--config", "c.toml", "run"], &["c.toml", "line 2"]).await;
+    let finished = refused(&spec, &["--config", "c.toml", "run"], &words).await;
+    assert_eq!(finished.complaints().len(), words.len(), "{finished:?}");
 }
 
 #[tokio::test]
@@ -196,59 +110,4 @@ async fn environment_wins_over_file_and_file_over_default() {
     let max_delay = line("retry.max_delay");
     assert!(max_delay.contains("5m") && max_delay.contains("default"), "{max_delay}");
     assert!(!spec.database().exists(), "showing creates nothing");
-}
-
-#[tokio::test]
-async fn secrets_are_never_shown() {
-    let server = NatsServer::with(crate::support::ServerSpec {
-        config: "authorization { user: worker, password: secret-of-the-test }".into(),
-        ..Default::default()
-    })
-    .await;
-    let options = async_nats::ConnectOptions::with_user_and_password("worker".into(), "secret-of-the-test".into());
-    let broker = Broker::connect_with(&server, options).await;
-    broker.create(crate::support::nats::stream_config(), crate::support::nats::consumer_config()).await;
-
-    let spec = DaemonSpec::new(server.url()).set("nats.user", "worker").set("log.level", "debug");
-    let password_file = spec.folder().join("password");
-    // An editor leaves a line break; it is not part of the password.
-    let spec = spec.set("nats.password_file", secret(password_file, "secret-of-the-test\n"));
-
-    broker.publish("Order Data 1").await;
-    let shown = spec.run_ok(&["config"]).await;
-    let processed = spec.run_ok(&["run", "--until-idle"]).await;
-    let checked = spec.run_ok(&["check"]).await;
-    spec.db().applied_once(1).await;
-    for finished in [&shown, &processed, &checked] {
-        assert!(!format!("{finished:?}").contains("secret-of-the-test"), "{finished:?}");
-    }
-
-    let in_url = spec.unset("nats.user").unset("nats.password_file");
-    let url = server.url().replace("nats://", "nats://worker:secret-of-the-test@");
-    let in_url = in_url.set("nats.url", url);
-    let shown = in_url.run_ok(&["config"]).await;
-    let checked = in_url.run_ok(&["check"]).await;
-    for finished in [&shown, &checked] {
-        assert!(!format!("{finished:?}").contains("secret-of-the-test"), "{finished:?}");
-    }
-}
-
-#[tokio::test]
-async fn a_wrong_password_is_said_and_does_not_end_the_daemon() {
-    let server = NatsServer::with(crate::support::ServerSpec {
-        config: "authorization { token: right }".into(),
-        ..Default::default()
-    })
-    .await;
-    let spec = DaemonSpec::new(server.url());
-    let token = secret(spec.folder().join("token"), "wrong");
-    let spec = spec.set("nats.token_file", token);
-
-    let checked = spec.run(&["check"]).await;
-    assert_eq!(checked.code, Some(2), "{checked:?}");
-    assert!(checked.stdout.to_lowercase().contains("authorization"), "{checked:?}");
-
-    let mut worker = spec.start();
-    worker.not_ready("uthorization").await;
-    worker.drain().await;
 }

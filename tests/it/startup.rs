@@ -159,40 +159,32 @@ async fn a_taken_http_port_is_refused() {
 }
 
 #[tokio::test]
-async fn a_database_in_a_missing_folder_is_refused() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
-    let folder = spec.folder().join("missing");
-    let spec = spec.set("database.url", format!("sqlite://{}/orders.db", folder.display()));
-    refused(&spec, &["missing", "does not exist", "database.url"]).await;
+async fn what_is_not_a_database_of_the_daemon_is_refused_and_kept() {
+    let offline = || DaemonSpec::new("nats://127.0.0.1:9");
+    let missing = offline();
+    let folder = missing.folder().join("missing");
+    let missing = missing.set("database.url", format!("sqlite://{}/orders.db", folder.display()));
+    refused(&missing, &["missing", "does not exist", "database.url"]).await;
     assert!(!folder.exists(), "nothing is created");
-}
 
-#[tokio::test]
-async fn a_file_that_is_no_database_is_refused_and_kept() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
-    std::fs::write(spec.database(), "these are my notes, and no database at all\n".repeat(100)).unwrap();
-    let before = snapshot(spec.folder());
-    refused(&spec, &["orders.db", "SQLite", "database.url"]).await;
-    assert_eq!(snapshot(spec.folder()), before);
-}
+    let directory = offline();
+    std::fs::create_dir(directory.database()).unwrap();
+    refused(&directory, &["orders.db"]).await;
 
-#[tokio::test]
-async fn a_folder_in_the_place_of_the_database_is_refused() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
-    std::fs::create_dir(spec.database()).unwrap();
-    refused(&spec, &["orders.db"]).await;
-}
+    let notes = offline();
+    std::fs::write(notes.database(), "these are my notes, and not a database\n".repeat(100)).unwrap();
+    let before = snapshot(notes.folder());
+    refused(&notes, &["orders.db", "SQLite", "database.url"]).await;
+    assert_eq!(snapshot(notes.folder()), before);
 
-#[tokio::test]
-async fn another_programs_database_is_refused_and_kept() {
-    let spec = DaemonSpec::new("nats://127.0.0.1:9");
-    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(spec.database()).create_if_missing(true);
-    let mut theirs = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
-    sqlx::query("CREATE TABLE orders (number INTEGER)").execute(&mut theirs).await.unwrap();
-    theirs.close().await.unwrap();
-    let before = snapshot(spec.folder());
-    refused(&spec, &["orders.db", "database.url"]).await;
-    assert_eq!(snapshot(spec.folder()), before);
+    let theirs = offline();
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(theirs.database()).create_if_missing(true);
+    let mut connection = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+    sqlx::query("CREATE TABLE orders (number INTEGER)").execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+    let before = snapshot(theirs.folder());
+    refused(&theirs, &["orders.db", "database.url"]).await;
+    assert_eq!(snapshot(theirs.folder()), before);
 }
 
 #[tokio::test]
@@ -263,36 +255,24 @@ async fn a_database_of_a_newer_version_is_refused_and_kept() {
 }
 
 #[tokio::test]
-async fn a_second_daemon_on_the_same_database_is_told_who_holds_it() {
+async fn a_second_daemon_names_the_first_and_takes_over_when_it_ends() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());
     let mut first = spec.start();
     first.ready().await;
-
     let second = DaemonSpec::new(server.url()).set("database.url", format!("sqlite://{}", spec.database().display()));
     refused(&second, &["orders.db", &first.pid().to_string()]).await;
-
     broker.publish_numbered(1..=5).await;
     broker.acknowledged(5).await;
     spec.db().applied_once(5).await;
-    first.drain().await;
-}
 
-#[tokio::test]
-async fn a_second_daemon_takes_over_when_the_first_one_ends() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut first = spec.start();
-    first.ready().await;
-    let second = DaemonSpec::new(server.url()).set("database.url", format!("sqlite://{}", spec.database().display()));
     let mut second = second.start();
     first.drain().await;
-
     second.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
+    broker.publish_numbered(6..=10).await;
+    broker.acknowledged(10).await;
     second.drain().await;
-    spec.db().applied_once(5).await;
+    spec.db().applied_once(10).await;
 }
 
 #[tokio::test]

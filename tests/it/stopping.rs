@@ -5,9 +5,11 @@ use std::time::Duration;
 use order_processor::worker::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
-use crate::support::nats::{consumer_config, impatient_consumer_config, patient_consumer_config, stream_config};
+use crate::support::nats::{
+    CONSUMER, STREAM, consumer_config, impatient_consumer_config, patient_consumer_config, stream_config,
+};
 use crate::support::{
-    Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, at_least, equal, eventually, free_port,
+    Broker, Daemon, DaemonSpec, FaultProxy, NEVER, NatsServer, PATIENCE, at_least, equal, eventually, free_port,
 };
 
 /// Long enough that no run of this suite gets there: what ends before was not ended by it.
@@ -51,20 +53,6 @@ async fn sigterm_in_a_backlog_hands_back_the_rest_for_the_next_worker() {
 }
 
 #[tokio::test]
-async fn sigint_drains_like_sigterm() {
-    let (_server, broker, spec) = backlog().await;
-    let mut worker = worker_in_the_middle(&spec).await;
-    worker.send_signal("INT");
-    assert_eq!(worker.wait_exit(PATIENCE).await.code(), Some(0));
-
-    let applied = spec.db().count("orders").await;
-    assert!(applied < BACKLOG, "it was stopped in the middle, not after the last order");
-    let _next = spec.start();
-    broker.acknowledged(BACKLOG.unsigned_abs()).await;
-    spec.db().applied_once(BACKLOG).await;
-}
-
-#[tokio::test]
 async fn sigterm_over_a_slow_network_hands_back_what_is_on_its_way() {
     let (server, broker) = Broker::with(patient_consumer_config()).await;
     broker.publish_numbered(1..=1_000).await;
@@ -82,22 +70,25 @@ async fn sigterm_over_a_slow_network_hands_back_what_is_on_its_way() {
 }
 
 #[tokio::test]
-async fn sigterm_on_an_idle_worker_ends_it_and_leaves_one_clean_database_file() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
-    worker.drain().await;
+async fn sigterm_or_sigint_on_an_idle_worker_leaves_one_clean_database_file() {
+    for signal in ["TERM", "INT"] {
+        let (server, broker) = Broker::story().await;
+        let spec = DaemonSpec::new(server.url());
+        let mut worker = spec.start();
+        worker.ready().await;
+        broker.publish_numbered(1..=5).await;
+        broker.acknowledged(5).await;
+        worker.send_signal(signal);
+        assert_eq!(worker.wait_exit(PATIENCE).await.code(), Some(0), "{signal}");
 
-    let left: Vec<_> = std::fs::read_dir(spec.folder())
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .filter(|name| name.starts_with("orders.db"))
-        .collect();
-    assert_eq!(left, ["orders.db"], "the WAL is checkpointed and no lock stays behind");
-    assert_eq!(broker.consumer_info().await.num_waiting, 0, "no pull stays behind");
+        let left: Vec<_> = std::fs::read_dir(spec.folder())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.starts_with("orders.db"))
+            .collect();
+        assert_eq!(left, ["orders.db"], "the WAL is checkpointed and no lock stays behind");
+        assert_eq!(broker.consumer_info().await.num_waiting, 0, "no pull stays behind");
+    }
 }
 
 /// A worker with a commit that will never end by itself: the database counts to infinity for each order.
@@ -200,7 +191,7 @@ async fn a_drain_that_cannot_commit_ends_at_its_deadline_with_exit_code_1() {
 }
 
 #[tokio::test]
-async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
+async fn restarts_over_a_held_backlog_dead_letter_nothing() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
     // What a killed worker held comes again soon.
@@ -212,7 +203,8 @@ async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
         .set("batch.max_messages", "16");
     broker.publish_numbered(1..=100).await;
 
-    for restart in 0..10 {
+    // Three times as many as attempts are allowed.
+    for restart in 0..6 {
         // Out of reach of the orders until the database is open and then in another hand: so it gets them and keeps them.
         proxy.refuse();
         let mut worker = spec.start();
@@ -246,15 +238,47 @@ async fn ten_restarts_over_a_held_backlog_dead_letter_nothing() {
     worker.drain().await;
 }
 
-#[tokio::test]
-async fn sigterm_while_the_server_is_frozen_ends_within_the_deadline() {
+/// A worker that has processed five orders, and with a deadline that ends no test.
+async fn five_orders(broker: &Broker, server: &NatsServer) -> (DaemonSpec, Daemon) {
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE);
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish_numbered(1..=5).await;
+    broker.acknowledged(5).await;
+    (spec, worker)
+}
+
+async fn no_server() {
+    let spec = DaemonSpec::new(format!("nats://127.0.0.1:{}", free_port())).set("shutdown.timeout", NO_DEADLINE);
+    let mut worker = spec.start();
+    worker.not_ready("connect").await;
+    worker.drain().await;
+}
+
+async fn no_stream() {
+    let server = NatsServer::start().await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE);
+    let mut worker = spec.start();
+    worker.not_ready("stream ORDERS").await;
+    worker.drain().await;
+}
+
+async fn server_killed() {
+    let (mut server, broker) = Broker::story().await;
+    let (spec, mut worker) = five_orders(&broker, &server).await;
+    server.kill9();
+    worker.not_ready("connect").await;
+    worker.drain().await;
+    spec.db().applied_once(5).await;
+}
+
+async fn server_frozen() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "3s");
     let mut worker = spec.start();
     worker.ready().await;
     broker.publish_numbered(1..=5).await;
     broker.acknowledged(5).await;
-
     server.freeze();
     worker.term();
     let status = worker.wait_exit(PATIENCE).await;
@@ -263,19 +287,21 @@ async fn sigterm_while_the_server_is_frozen_ends_within_the_deadline() {
     spec.db().applied_once(5).await;
 }
 
-#[tokio::test]
-async fn sigterm_while_the_server_is_away_ends_it() {
-    let (mut server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE);
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-    broker.acknowledged(5).await;
-    server.kill9();
-    worker.not_ready("connect").await;
-
+async fn consumer_paused() {
+    let (server, broker) = Broker::story().await;
+    let (spec, mut worker) = five_orders(&broker, &server).await;
+    broker.pause_consumer(NEVER).await;
+    broker.publish_numbered(6..=25).await;
+    worker.metric("consumer_num_pending", 20.0).await;
     worker.drain().await;
-    spec.db().applied_once(5).await;
+    broker.jetstream.get_stream(STREAM).await.unwrap().resume_consumer(CONSUMER).await.unwrap();
+    spec.run_ok(&["run", "--until-idle"]).await;
+    spec.db().applied_once(25).await;
+}
+
+#[tokio::test]
+async fn sigterm_ends_a_worker_whose_server_cannot_serve_it() {
+    tokio::join!(no_server(), no_stream(), server_killed(), server_frozen(), consumer_paused());
 }
 
 #[tokio::test]
@@ -351,24 +377,6 @@ async fn sighup_reloads_the_log_level_and_nothing_stops() {
     .await;
     assert_eq!(worker.exited(), None);
     worker.ready().await;
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn sigterm_ends_the_wait_for_a_server_at_once() {
-    // With this deadline only the signal itself can end the wait within the test's patience.
-    let spec = DaemonSpec::new(format!("nats://127.0.0.1:{}", free_port())).set("shutdown.timeout", "1h");
-    let mut worker = spec.start();
-    worker.not_ready("connect").await;
-    worker.drain().await;
-}
-
-#[tokio::test]
-async fn sigterm_ends_the_wait_for_a_stream_at_once() {
-    let server = NatsServer::start().await;
-    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", "1h");
-    let mut worker = spec.start();
-    worker.not_ready("stream ORDERS").await;
     worker.drain().await;
 }
 

@@ -9,7 +9,7 @@ use async_nats::jetstream::consumer::{AckPolicy, push};
 use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, StorageType};
 
 use crate::support::nats::{CONSUMER, consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
+use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, eventually};
 
 #[tokio::test]
 async fn five_orders_then_a_stop_then_five_more_end_at_ack_floor_ten() {
@@ -270,24 +270,6 @@ async fn status_as_json_says_where_everything_is() {
     ] {
         assert_eq!(status.pointer(field).and_then(serde_json::Value::as_u64), Some(wanted), "{field} in {status}");
     }
-}
-
-#[tokio::test]
-async fn status_works_beside_a_running_daemon() {
-    let (server, broker) = Broker::story().await;
-    let spec = DaemonSpec::new(server.url());
-    let mut worker = spec.start();
-    worker.ready().await;
-    broker.publish_numbered(1..=5).await;
-
-    eventually("status shows the five orders", PATIENCE, async || {
-        let status = spec.run_ok(&["status", "--json"]).await.json();
-        equal((status["processed_ids"].as_u64(), status["ack_floor"]["stream_seq"].as_u64()), (Some(5), Some(5)))
-    })
-    .await;
-    let text = spec.run_ok(&["status"]).await.stdout;
-    assert!(text.contains("ack floor"), "{text}");
-    worker.drain().await;
 }
 
 #[tokio::test]
