@@ -3,6 +3,8 @@
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
 
+use clap::builder::{BoolValueParser, TypedValueParser};
+
 pub mod audit;
 pub mod backup;
 pub mod check;
@@ -10,11 +12,13 @@ pub mod cli;
 pub mod completions;
 pub mod config;
 pub mod dead_letters;
+pub mod exit;
 pub mod healthcheck;
 pub mod http;
 pub mod man;
 mod new_file;
 pub mod pause;
+pub mod progress;
 pub mod publish;
 pub mod reference;
 pub mod run;
@@ -30,6 +34,18 @@ pub fn operator() -> String {
     let user = sudo.as_deref().and_then(OsStr::to_str).map(ToOwned::to_owned);
     let user = user.or_else(|| whoami::username().ok()).unwrap_or_else(|| "unknown".to_owned());
     format!("{user}@{}", whoami::hostname().unwrap_or_else(|_| "unknown".to_owned()))
+}
+
+/// How a command prints its answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Text,
+    Json,
+}
+
+/// The parser of a flag `--json`.
+fn json_flag() -> impl TypedValueParser<Value = Format> {
+    BoolValueParser::new().map(|json| if json { Format::Json } else { Format::Text })
 }
 
 /// Asks on the terminal; `None` without one. Anything but `answer` is a no.

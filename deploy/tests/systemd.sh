@@ -206,7 +206,7 @@ start_and_stop() {
 reload() {
     printf '[log]\nlevel = "debug"\n' >>"$guest/etc/order-processor/config.toml"
     in_guest systemctl reload "$unit" || return 1
-    eventually 5 grep -q 'log level reloaded' <(journal)
+    eventually 5 grep -q 'reloaded the log level' <(journal)
     local code=$?
     settings
     in_guest systemctl reload "$unit"

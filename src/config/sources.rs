@@ -151,7 +151,7 @@ impl Layer {
             ValueKind::Table(_) if is_setting => {
                 problems.push(format!("{key} ({origin}): is a table where one value is wanted"));
             }
-            ValueKind::Table(_) => problems.push(unknown("section", key, origin, sections())),
+            ValueKind::Table(_) => problems.push(unknown_section(key, origin)),
             kind if is_setting => {
                 self.0.insert(key.to_owned(), Value::new(Some(&origin.to_owned()), kind));
             }
@@ -160,7 +160,7 @@ impl Layer {
                 let example = example.map_or("", |setting| setting.key);
                 problems.push(format!("{key} ({origin}): is a section, not a value: it holds keys such as {example}"));
             }
-            _ => problems.push(unknown("key", key, origin, SETTINGS.iter().map(|setting| setting.key))),
+            _ => problems.push(unknown_key(key, origin)),
         }
     }
 }
@@ -170,40 +170,40 @@ fn sections() -> impl Iterator<Item = &'static str> {
     SETTINGS.iter().flat_map(|setting| setting.key.match_indices('.').map(|(dot, _)| &setting.key[..dot]))
 }
 
+/// Someone who does not know the sections looks for what the handler does here, so the text says where that is.
+fn unknown_section(key: &str, origin: &str) -> String {
+    let (distance, nearest) = nearest(key, sections());
+    let slip = if distance <= key.chars().count() / 2 { format!("did you mean {nearest}? ") } else { String::new() };
+    let mut known: Vec<&str> = Vec::new();
+    for section in sections() {
+        if !known.contains(&section) {
+            known.push(section);
+        }
+    }
+    format!(
+        "{key} ({origin}): unknown section; {slip}the sections are {}. A handler is Rust code: see docs/handlers.md",
+        known.join(", ")
+    )
+}
+
 /// The value of an unknown key is never shown: it may be `nats.password`.
-fn unknown(what: &str, key: &str, origin: &str, candidates: impl Iterator<Item = &'static str>) -> String {
-    let (distance, nearest) = nearest(key, candidates);
+fn unknown_key(key: &str, origin: &str) -> String {
+    let (distance, nearest) = nearest(key, SETTINGS.iter().map(|setting| setting.key));
     let nearest = match origin.strip_prefix("environment") {
         Some(_) => format!("{nearest} ({})", variable(nearest)),
         None => nearest.to_owned(),
     };
     let hint = match distance <= key.chars().count() / 2 {
         true => format!("did you mean {nearest}?"),
-        // More than half of it is different, so it is hardly a slip of the pen: do not pretend to know.
-        false => format!("the nearest known one is {nearest}"),
+        // More than half of it differs, so a typing error is unlikely.
+        false => format!("the most similar key is {nearest}"),
     };
-    format!("{key} ({origin}): unknown {what}; {hint}")
+    format!("{key} ({origin}): unknown key; {hint}")
 }
 
 fn nearest(key: &str, candidates: impl Iterator<Item = &'static str>) -> (usize, &'static str) {
     candidates
-        .map(|candidate| (edit_distance(&key.to_lowercase(), candidate), candidate))
+        .map(|candidate| (strsim::levenshtein(&key.to_lowercase(), candidate), candidate))
         .min()
         .expect("there are settings, so there are candidates")
-}
-
-/// Levenshtein: how many characters must be inserted, removed or replaced to make `b` of `a`.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, a_char) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b_char) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(a_char != *b_char);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }

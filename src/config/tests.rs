@@ -161,7 +161,10 @@ fn unknown_key_is_refused_with_its_source_and_the_nearest_known_key() {
 fn unknown_section_is_refused_in_both_sources() {
     assert_holds(&problem("[natz]\na = 1\nb = 2", &[]), &["natz (file", "unknown section", "did you mean nats?"]);
     assert_holds(&problem("[Retry]\nmax_attempts = 1", &[]), &["Retry (file", "did you mean retry?"]);
-    assert_holds(&problem("[zzzzzzzz]", &[]), &["unknown section", "the nearest known one is"]);
+    assert_holds(
+        &problem("[zzzzzzzz]", &[]),
+        &["unknown section; the sections are nats, nats.tls, consumer,", "A handler is Rust code"],
+    );
     let line = problem("", &[("ORDER_PROCESSOR__BATHC__MAX_BYTES", "1MiB")]);
     assert_holds(&line, &["bathc.max_bytes", "did you mean batch.max_bytes"]);
     assert_holds(&problem("", &[("ORDER_PROCESSOR__", "x")]), &["(environment ORDER_PROCESSOR__)", "unknown key"]);

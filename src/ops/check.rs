@@ -106,12 +106,12 @@ impl<W: Write> Report<'_, W> {
         match status::daemon(config.http.listen).await {
             Ok(None) => Ok(()),
             Ok(Some(daemon)) => {
-                let mut problems = daemon.problems().peekable();
+                let mut problems = daemon.unwanted_problems().peekable();
                 if problems.peek().is_none() {
                     return self.good("daemon", "runs and reports no problem");
                 }
-                for (component, cause) in problems {
-                    self.bad("daemon", &format!("is not ready: {component}: {cause}"))?;
+                for problem in problems {
+                    self.bad("daemon", &format!("is not ready: {problem}"))?;
                 }
                 Ok(())
             }

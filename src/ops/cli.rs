@@ -5,36 +5,28 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::{Config, Loaded, LogFormat};
 use crate::handler::Handler;
-use crate::model::text::chain;
-use crate::ops::audit::{AuditArgs, AuditError};
-use crate::ops::backup::{BackupArgs, BackupError};
-use crate::ops::check::Verdict;
+use crate::model::text::{chain, printable};
+use crate::ops::audit::AuditArgs;
+use crate::ops::backup::BackupArgs;
 use crate::ops::completions::CompletionsArgs;
-use crate::ops::dead_letters::{DeadLettersCommand, DeadLettersError};
+use crate::ops::dead_letters::DeadLettersCommand;
+use crate::ops::exit::{CommandError, Exit, OutputError};
 use crate::ops::pause::PauseArgs;
 use crate::ops::publish::PublishArgs;
 use crate::ops::reference::ReferenceArgs;
-use crate::ops::run::RunError;
-use crate::ops::setup::{Outcome, SetupArgs};
+use crate::ops::setup::SetupArgs;
 use crate::ops::status::StatusArgs;
 use crate::ops::teardown::TeardownArgs;
 use crate::ops::{
-    audit, backup, check, completions, config, dead_letters, healthcheck, man, pause, publish, reference, run, setup,
-    status, teardown,
+    Format, audit, backup, check, completions, config, dead_letters, healthcheck, json_flag, man, pause, publish,
+    reference, run, setup, status, teardown,
 };
-use crate::store::OpenError;
 use crate::telemetry::log;
-use crate::worker::shift::ShiftError;
-use crate::worker::worker::{Until, WorkerError};
-
-/// It ran and failed, or the deadline of the drain passed.
-const FAILED: u8 = 1;
-/// The operator must change flags, settings, the consumer or the database file; a restart would not help.
-const OPERATOR: u8 = 2;
+use crate::worker::worker::Until;
 
 /// Applies each order of a JetStream stream once: acknowledged only after its effect is durable.
 #[derive(Debug, Parser)]
@@ -59,9 +51,9 @@ enum Chosen {
 enum Command {
     /// Process orders until SIGTERM
     Run(RunArgs),
-    /// Look at settings, connection, consumer and database; exit 1 if one of them fails, 2 if the server does not let us in
+    /// Check settings, connection, consumer and database; exit 1 if a check fails, 2 if the server rejects the credentials
     Check,
-    /// Print the effective settings and where each came from
+    /// Print the effective settings and their sources
     Config(ConfigArgs),
     /// Create the stream and the consumer if they are missing, or change them on request; exit 1 if what exists differs from
     /// the options, 2 if `run` would refuse the consumer
@@ -70,25 +62,25 @@ enum Command {
     Teardown(TeardownArgs),
     /// Publish orders
     Publish(PublishArgs),
-    /// Show ack floor, pending, redelivered, processed and dead letters; exit 1 if it shows a problem
+    /// Show ack floor, pending, redelivered, processed and dead letters; exit 1 if a problem is listed
     Status(StatusArgs),
-    /// Look for messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there is one
+    /// Find messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there are any
     #[command(after_help = audit::AFTER_HELP)]
     Audit(AuditArgs),
-    /// Look at dead letters, apply them again, or give them up
+    /// List, show, replay, discard or export dead letters
     #[command(subcommand, subcommand_value_name = "COMMAND")]
     DeadLetters(DeadLettersCommand),
-    /// Copy the database, checked, while the daemon runs or not
+    /// Copy the database and check the copy; the daemon may run
     Backup(BackupArgs),
-    /// Make the daemon finish what it holds and let go of the database, until `resume`
+    /// Make the daemon finish its held deliveries and close the database, until `resume`
     Pause(PauseArgs),
-    /// End a pause; the daemon goes on within two seconds
+    /// End a pause; the daemon continues within two seconds
     Resume,
     /// Exit 0 if the daemon on this machine is ready, 1 if not, 2 if the settings are wrong (for containers)
     Healthcheck,
 }
 
-/// What the binary says about itself, whatever the settings are.
+/// Documents that the binary prints. They do not depend on the settings.
 #[derive(Debug, Subcommand)]
 enum Document {
     /// Print a script that completes commands and options in a shell
@@ -103,7 +95,7 @@ enum Document {
 
 #[derive(Debug, Args)]
 struct RunArgs {
-    /// Process what is pending, then exit
+    /// Process the pending messages, then exit
     #[arg(long)]
     until_idle: bool,
 }
@@ -111,28 +103,28 @@ struct RunArgs {
 #[derive(Debug, Args)]
 struct ConfigArgs {
     /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
+    format: Format,
 }
 
-/// The whole program around a handler. A daemon of your own is a `main` that calls this with your [`Handler`].
+/// The whole program around a handler. Your own daemon is a `main` that calls this with your [`Handler`].
 pub fn main(handler: impl Handler) -> ExitCode {
     // Exits by itself, with 2 for wrong flags.
     let Cli { config, command } = Cli::parse();
     let command = match command {
         Chosen::Work(command) => command,
-        Chosen::Print(document) => return answer(document.print(&mut io::stdout()).map(|()| true)),
+        Chosen::Print(document) => return ended(document.print(&mut io::stdout()).map_err(OutputError::from)).into(),
     };
     let loaded = match Config::load(config.as_deref(), std::env::vars_os()) {
         Ok(loaded) => loaded,
-        Err(problems) => return fail(OPERATOR, &problems.to_string()),
+        Err(problems) => return fail(Exit::Operator, &problems.to_string()).into(),
     };
-    // What a command prints is its answer; logs of a command that is no daemon are for people.
+    // The logs of a command other than `run` are for people.
     let daemon = matches!(command, Command::Run(_));
     let format = if daemon { loaded.config.log.format } else { LogFormat::Text };
     let reload = match log::init(&loaded.config.log.level, format) {
         Ok(reload) => reload,
-        Err(error) => return fail(OPERATOR, &chain(&error)),
+        Err(error) => return fail(Exit::Operator, &chain(&error)).into(),
     };
     if daemon {
         // One line like any other, instead of a backtrace in the middle of a JSON log.
@@ -140,12 +132,12 @@ pub fn main(handler: impl Handler) -> ExitCode {
     }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(FAILED, &format!("cannot start the runtime: {error}")),
+        Err(error) => return fail(Exit::Failed, &format!("cannot start the runtime: {error}")).into(),
     };
-    let code = runtime.block_on(dispatch(command, config, loaded, handler, reload));
+    let exit = runtime.block_on(dispatch(command, config, loaded, handler, reload));
     // A batch that outlasted the drain's deadline is not waited for: nothing of it is durable or acknowledged.
     runtime.shutdown_background();
-    code
+    exit.into()
 }
 
 impl Document {
@@ -164,125 +156,65 @@ async fn dispatch(
     loaded: Loaded,
     handler: impl Handler,
     reload: log::Reload,
-) -> ExitCode {
+) -> Exit {
     let mut out = io::stdout();
     let settings = loaded.config.clone();
     match command {
         Command::Run(args) => {
             let until = if args.until_idle { Until::Idle } else { Until::Stopped };
-            match run::run(settings, file, Arc::new(handler), reload, until).await {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => {
+            let ended = run::run(settings, file, Arc::new(handler), reload, until).await;
+            ended.map_or_else(
+                |error| {
+                    // The reason is a line of the log like any other.
                     tracing::error!("{}", chain(&error));
-                    ExitCode::from(run_code(&error))
-                }
-            }
+                    error.exit()
+                },
+                Exit::from,
+            )
         }
-        Command::Check => match check::run(&settings, &mut out).await {
-            Ok(Verdict::LockedOut) => ExitCode::from(OPERATOR),
-            verdict => answer(verdict.map(|verdict| verdict == Verdict::Good)),
-        },
-        Command::Config(args) => answer(config::run(&loaded, args.json, &mut out).map(|()| true)),
-        Command::Setup(args) => match setup::setup(&settings, args, &mut out).await {
-            Ok(Outcome::Good) => ExitCode::SUCCESS,
-            Ok(Outcome::Differs) => ExitCode::from(FAILED),
-            Ok(Outcome::Refused) => ExitCode::from(OPERATOR),
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
-        Command::Teardown(args) => match teardown::teardown(&settings, args, &mut out).await {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
+        Command::Check => ended(check::run(&settings, &mut out).await.map_err(OutputError::from)),
+        Command::Config(args) => ended(config::run(&loaded, args.format, &mut out).map_err(OutputError::from)),
+        Command::Setup(args) => ended(setup::setup(&settings, args, &mut out).await),
+        Command::Teardown(args) => ended(teardown::teardown(&settings, args, &mut out).await),
         Command::Publish(args) => match publish::run(&settings, args).await {
-            Ok(published) => {
-                let text =
-                    format!("published {}, of which {} were known already\n", published.stored, published.duplicates);
-                answer(out.write_all(text.as_bytes()).map(|()| true))
-            }
-            Err(error) => fail(if error.is_about_flags() { OPERATOR } else { FAILED }, &chain(&error)),
+            Ok(published) => ended(writeln!(out, "{published}").map_err(OutputError::from)),
+            Err(error) => ended::<()>(Err(error)),
         },
         Command::Status(args) => {
             if args.takes_the_screen()
                 && let Err(error) = reload.set_level("off")
             {
-                return fail(FAILED, &chain(&error));
+                return fail(Exit::Failed, &chain(&error));
             }
-            answer(status::run(&settings, args, &mut out).await)
+            ended(status::run(&settings, args, &mut out).await.map_err(OutputError::from))
         }
-        Command::Audit(args) => match audit::run(settings, Arc::new(handler), args, &mut out).await {
-            Ok(all_there) => answer(Ok(all_there)),
-            Err(AuditError::Output(error)) => answer(Err(error)),
-            Err(error) => fail(audit_code(&error), &chain(&error)),
-        },
-        Command::DeadLetters(command) => match dead_letters::run(&settings, command, &handler, &mut out).await {
-            Ok(good) => answer(Ok(good)),
-            Err(DeadLettersError::Output(error)) => answer(Err(error)),
-            Err(DeadLettersError::Open(error)) => fail(open_code(&error), &chain(&error)),
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
-        Command::Backup(args) => match backup::run(&settings, args, &mut out).await {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(BackupError::Database(error)) => fail(open_code(&error), &chain(&error)),
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
-        Command::Pause(args) => match pause::pause(&settings, args, &mut out).await {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
-        Command::Resume => match pause::resume(&settings, &mut out) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(FAILED, &chain(&error)),
-        },
+        Command::Audit(args) => ended(audit::run(settings, Arc::new(handler), args, &mut out).await),
+        Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, &handler, &mut out).await),
+        Command::Backup(args) => ended(backup::run(&settings, args, &mut out).await),
+        Command::Pause(args) => ended(pause::pause(&settings, args, &mut out).await),
+        Command::Resume => ended(pause::resume(&settings, &mut out)),
         Command::Healthcheck => match healthcheck::run(settings.http.listen).await {
-            Ok(()) => answer(out.write_all(b"ready\n").map(|()| true)),
-            Err(error) => fail(FAILED, &chain(&error)),
+            Ok(()) => ended(writeln!(out, "ready").map_err(OutputError::from)),
+            Err(error) => ended::<()>(Err(error)),
         },
     }
 }
 
-/// The exit code of a command that printed its answer; a reader that went away is no failure of ours.
-fn answer(printed: io::Result<bool>) -> ExitCode {
-    match printed {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(FAILED),
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        Err(error) => fail(FAILED, &format!("cannot write the answer: {error}")),
+/// The exit of a command, with the error on stderr. No text if a reader has seen enough.
+fn ended<T: Into<Exit>>(result: Result<T, impl CommandError>) -> Exit {
+    match result {
+        Ok(done) => done.into(),
+        Err(error) => match error.exit() {
+            Exit::Done => Exit::Done,
+            exit @ (Exit::Failed | Exit::Operator) => fail(exit, &chain(&error)),
+        },
     }
 }
 
-fn run_code(error: &RunError) -> u8 {
-    match error {
-        RunError::Bind(_) | RunError::Files(_) | RunError::Shift(ShiftError::Paused(_)) => OPERATOR,
-        RunError::Shift(ShiftError::Open(error)) => open_code(error),
-        RunError::Shift(ShiftError::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_))) => OPERATOR,
-        RunError::Shift(ShiftError::Worker(
-            WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_),
-        ))
-        | RunError::Signals(_) => FAILED,
-    }
-}
-
-fn audit_code(error: &AuditError) -> u8 {
-    match error {
-        AuditError::Open(error) => open_code(error),
-        AuditError::Connect(error) if error.is_about_settings() => OPERATOR,
-        AuditError::Connect(_)
-        | AuditError::Bind(_)
-        | AuditError::Signals(_)
-        | AuditError::Stopped { .. }
-        | AuditError::OtherStream { .. }
-        | AuditError::Database { .. }
-        | AuditError::Output(_) => FAILED,
-    }
-}
-
-fn open_code(error: &OpenError) -> u8 {
-    if error.is_for_operator() { OPERATOR } else { FAILED }
-}
-
-/// One line on stderr, whatever state stderr is in.
-fn fail(code: u8, text: &str) -> ExitCode {
-    // Nobody left to tell: the exit code still does.
-    drop(writeln!(io::stderr(), "order-processor: {text}"));
-    ExitCode::from(code)
+/// One line on stderr for each problem, whatever state stderr is in.
+fn fail(exit: Exit, text: &str) -> Exit {
+    let lines: Vec<_> = text.lines().map(printable).collect();
+    // A failed write changes nothing: the exit code says the same.
+    drop(writeln!(io::stderr(), "order-processor: {}", lines.join("\n")));
+    exit
 }

@@ -1,16 +1,19 @@
-//! `order-processor config`: the effective settings and where each came from.
-//! Redaction is not done here: [`Loaded::settings`] holds nothing secret.
+//! `config`: the effective settings and their sources. [`Loaded::settings`] contains no secret, so nothing is redacted here.
 
 use std::io::{self, Write};
 
 use serde::Serialize;
 
 use crate::config::{Loaded, Setting};
+use crate::ops::Format;
 
 /// Prints every setting, in the order of `config/default.toml`: an aligned table, or a JSON array of objects with
 /// `key`, `value` (`null` if not set) and `source`.
-pub fn run(loaded: &Loaded, json: bool, out: &mut impl Write) -> io::Result<()> {
-    if json { write_json(&loaded.settings, out) } else { write_table(&loaded.settings, out) }
+pub fn run(loaded: &Loaded, format: Format, out: &mut impl Write) -> io::Result<()> {
+    match format {
+        Format::Json => write_json(&loaded.settings, out),
+        Format::Text => write_table(&loaded.settings, out),
+    }
 }
 
 fn write_table(settings: &[Setting], out: &mut impl Write) -> io::Result<()> {
@@ -54,18 +57,18 @@ mod tests {
     use super::*;
     use crate::config::Config;
 
-    fn output(json: bool) -> String {
+    fn output(format: Format) -> String {
         let env = [("ORDER_PROCESSOR__NATS__URL".into(), "nats://alice:hunter2@broker".into())];
         let file = tempfile::NamedTempFile::new().unwrap();
         let loaded = Config::load(Some(file.path()), env).unwrap();
         let mut out = Vec::new();
-        run(&loaded, json, &mut out).unwrap();
+        run(&loaded, format, &mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
     #[test]
     fn the_table_is_aligned_and_names_each_source() {
-        let table = output(false);
+        let table = output(Format::Text);
         let lines: Vec<&str> = table.lines().collect();
         let source_column = lines[0].find("SOURCE").unwrap();
         assert!(lines[1].starts_with("nats.url"), "{table}");
@@ -76,7 +79,7 @@ mod tests {
 
     #[test]
     fn the_json_is_an_array_of_key_value_source_with_null_for_not_set() {
-        let rows: serde_json::Value = serde_json::from_str(&output(true)).unwrap();
+        let rows: serde_json::Value = serde_json::from_str(&output(Format::Json)).unwrap();
         let row = |key: &str| rows.as_array().unwrap().iter().find(|row| row["key"] == key).unwrap().clone();
         assert_eq!(row("retry.max_attempts")["value"], "5");
         assert_eq!(row("nats.url")["source"], "environment ORDER_PROCESSOR__NATS__URL");
@@ -85,8 +88,8 @@ mod tests {
 
     #[test]
     fn neither_form_prints_a_password() {
-        for json in [false, true] {
-            let text = output(json);
+        for format in [Format::Text, Format::Json] {
+            let text = output(format);
             assert!(text.contains("nats://***@broker"), "{text}");
             assert!(!text.contains("hunter2"), "{text}");
         }

@@ -1,4 +1,4 @@
-//! `dead-letters`: look at them, apply them again, give them up. Needs the database and no server; the daemon may run or not.
+//! `dead-letters`: list, show, replay, discard and export them. Needs the database but no server; the daemon may run.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgGroup, Args, Subcommand};
+use clap::{ArgAction, ArgGroup, Args, Subcommand};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -18,10 +18,11 @@ use crate::model::label::Label;
 use crate::model::letter::{Closed, Closing, Envelope, Pile, Which};
 use crate::model::outcome::Reason;
 use crate::model::subject::SubjectPattern;
-use crate::model::time::unix_ns;
+use crate::model::text::{json, shortened};
+use crate::model::time::{seconds_text, unix_ns};
 use crate::ops::new_file::NewFile;
 use crate::ops::signals;
-use crate::ops::{confirmed, operator};
+use crate::ops::{Format, confirmed, json_flag, operator};
 use crate::store::{self, Direction, ErrorClass, OpenError, Reader, Rows, Store};
 use crate::worker::inbox::replay::{self, Replay, Replayed};
 
@@ -40,29 +41,29 @@ const BUSY_PATIENCE: Duration = Duration::from_secs(30);
 pub enum DeadLettersCommand {
     /// List dead letters, newest first
     List(ListArgs),
-    /// Show dead letters whole: headers, reason, error, payload
+    /// Show dead letters with headers, reason, error and payload; what is too long is cut off
     Show(ShowArgs),
-    /// Apply dead letters again, each in one transaction that also takes the letter away
+    /// Apply dead letters again, each in one transaction that also removes the dead letter
     Replay(ReplayArgs),
-    /// Give dead letters up for ever (asks first); they stay on record
+    /// Discard dead letters for ever (asks first); they stay on record
     Discard(DiscardArgs),
-    /// Write dead letters, whole, as lines of JSON
+    /// Write complete dead letters as lines of JSON
     Export(ExportArgs),
 }
 
 /// Filters that every command has.
 #[derive(Debug, Args)]
 struct Filters {
-    /// Only letters with this reason
+    /// Only dead letters with this reason
     #[arg(long, value_parser = reasons())]
     reason: Option<Reason>,
-    /// Only letters of this subject; * is one token, > at the end is the rest
+    /// Only dead letters of this subject; * is one token, > at the end is the rest
     #[arg(long, value_name = "SUBJECT", value_parser = SubjectPattern::from_str)]
     subject: Option<SubjectPattern>,
-    /// Only letters that died since TIME (UTC): 2026-11-29, 2026-11-29T21:00:00Z, or how long ago, such as 2h
+    /// Only since TIME (UTC): 2026-11-29, 2026-11-29T21:00:00Z, or how long ago, such as 2h
     #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
     since: Option<SystemTime>,
-    /// Only letters that died before TIME
+    /// Only before TIME
     #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
     until: Option<SystemTime>,
 }
@@ -71,37 +72,37 @@ struct Filters {
 pub struct ListArgs {
     #[command(flatten)]
     filters: Filters,
-    /// Show this many at most [default: 100 in a table, all with --json]
+    /// Show at most this many [default: 100 in a table, all with --json]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
-    /// List what was replayed and discarded instead
+    /// List replayed and discarded dead letters instead
     #[arg(long)]
     closed: bool,
     /// Print one JSON object a line
-    #[arg(long)]
-    json: bool,
+    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
+    format: Format,
 }
 
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// Message ids; all letters of an id are shown, closed ones as well
+    /// Message ids; all dead letters of an id are shown, closed ones too
     #[arg(required = true, value_name = "ID")]
     ids: Vec<String>,
-    /// Print one JSON object a line, payload in base64
-    #[arg(long)]
-    json: bool,
+    /// Print one complete JSON object a line, payload in base64
+    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
+    format: Format,
 }
 
 /// Letters to act on. Nothing is acted on by default.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("which").required(true).multiple(true).args(["ids", "reason", "subject", "since", "until", "all"])))]
 struct Selection {
-    /// Message ids; an id stands for all letters that have it
+    /// Message ids; an id selects all dead letters that have it
     #[arg(value_name = "ID")]
     ids: Vec<String>,
     #[command(flatten)]
     filters: Filters,
-    /// All letters
+    /// All dead letters
     #[arg(long, conflicts_with = "ids")]
     all: bool,
 }
@@ -110,10 +111,10 @@ struct Selection {
 pub struct ReplayArgs {
     #[command(flatten)]
     selection: Selection,
-    /// Apply a letter whose id belongs to another order under an id of its own
+    /// Apply a dead letter whose id belongs to another order under a new id
     #[arg(long)]
     as_new: bool,
-    /// Run the handler, undo everything and say what would have come of it
+    /// Run the handler, undo everything and print the result that a replay would have
     #[arg(long)]
     dry_run: bool,
 }
@@ -134,7 +135,7 @@ pub struct ExportArgs {
     file: Option<PathBuf>,
     #[command(flatten)]
     filters: Filters,
-    /// Write what was replayed and discarded instead
+    /// Write replayed and discarded dead letters instead
     #[arg(long)]
     closed: bool,
 }
@@ -147,15 +148,13 @@ pub enum DeadLettersError {
     Store(#[from] store::Error),
     #[error("no dead letter has the id {0:?}")]
     NoSuchId(String),
-    #[error("no dead letter has the id {id:?}; it was {} by {} at {}", closed.closing.name(), closed.by, text::seconds(closed.at_ns))]
+    #[error("no dead letter has the id {id:?}; it was {} by {} at {}", closed.closing.name(), closed.by, seconds_text(closed.at_ns))]
     ClosedAlready { id: String, closed: Closed },
-    #[error(
-        "nothing matches: the ids that were given are of other letters than --reason, --subject, --since and --until select"
-    )]
+    #[error("nothing matches: no dead letter with a given id passes --reason, --subject, --since and --until")]
     NothingMatches,
     #[error("nothing was discarded")]
     Declined,
-    #[error("this gives {0} dead letters up for ever: confirm it with --yes")]
+    #[error("this discards {0} dead letters for ever; confirm with --yes")]
     NotConfirmed(usize),
     #[error("cannot write {}", .0.display())]
     File(PathBuf, #[source] io::Error),
@@ -192,7 +191,7 @@ pub async fn run(
 async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
     let mut reader = Reader::open(&config.database).await?;
     let pile = pile(args.closed);
-    let limit = args.limit.unwrap_or(if args.json { u32::MAX } else { TABLE_LIMIT }) as usize;
+    let limit = args.limit.unwrap_or(if args.format == Format::Json { u32::MAX } else { TABLE_LIMIT }) as usize;
     let mut letters = Letters::new(pile, args.filters.which(vec![]), Direction::NewestFirst);
     let (mut listed, mut more) = (0, 0);
     let mut widths = None;
@@ -200,9 +199,9 @@ async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(
         more += page.len().saturating_sub(limit - listed);
         page.truncate(limit - listed);
         listed += page.len();
-        if args.json {
+        if args.format == Format::Json {
             for (_, envelope) in &page {
-                writeln!(out, "{}", text::json(envelope))?;
+                writeln!(out, "{}", json(&text::fields(envelope)).map_err(io::Error::from)?)?;
             }
             if listed == limit {
                 break;
@@ -212,9 +211,9 @@ async fn list(config: &Config, args: ListArgs, out: &mut impl Write) -> Result<(
             text::table(&page, pile, &mut widths, out)?;
         }
     }
-    match (args.json, listed, more) {
-        (false, 0, _) => writeln!(out, "no {}", noun(pile))?,
-        (false, _, 1..) => writeln!(out, "and {more} more; --limit shows more of them")?,
+    match (args.format, listed, more) {
+        (Format::Text, 0, _) => writeln!(out, "no {}", noun(pile))?,
+        (Format::Text, _, 1..) => writeln!(out, "and {more} more; --limit N shows more")?,
         _ => {}
     }
     Ok(())
@@ -232,8 +231,8 @@ async fn show(config: &Config, args: ShowArgs, out: &mut impl Write) -> Result<(
                 for (row, _) in page {
                     let Some(letter) = reader.letter(pile, row).await? else { continue };
                     found = true;
-                    if args.json {
-                        writeln!(out, "{}", text::whole_json(&letter))?;
+                    if args.format == Format::Json {
+                        writeln!(out, "{}", json(&text::whole(&letter)).map_err(io::Error::from)?)?;
                     } else {
                         if !first {
                             writeln!(out)?;
@@ -271,18 +270,18 @@ async fn replay(
                 Replayed::Applied(id) => (count(&mut applied, "applied"), Some(format!("as {id}"))),
                 Replayed::Known(_) => (count(&mut known, "known"), Some("was applied before".to_owned())),
                 Replayed::Conflict => {
-                    let note = "its id belongs to another order; --as-new applies it under an id of its own".to_owned();
+                    let note = "its id belongs to another order; --as-new applies it under a new id".to_owned();
                     (count(&mut refused, "refused"), Some(note))
                 }
                 Replayed::Failed(error) => (count(&mut failed, "failed"), Some(error)),
                 Replayed::Gone => continue,
             };
             let colon = if note.is_some() { ": " } else { "" };
-            let note = text::clean(&note.unwrap_or_default()).into_owned();
-            writeln!(out, "{verdict:<8} {}{colon}{note}", text::clean(&envelope.id))?;
+            let note = shortened(&note.unwrap_or_default(), text::FIELD_MAX);
+            writeln!(out, "{verdict:<8} {}{colon}{note}", shortened(&envelope.id, text::FIELD_MAX))?;
         }
     }
-    let dry = if args.dry_run { "dry run, nothing is changed: " } else { "" };
+    let dry = if args.dry_run { "dry run, nothing was changed: " } else { "" };
     writeln!(out, "{dry}{applied} applied, {known} known, {refused} refused, {failed} failed")?;
     Ok(refused + failed == 0)
 }
@@ -304,7 +303,7 @@ async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Re
         writeln!(out, "no dead letters")?;
         return Ok(());
     }
-    let question = format!("Give {} dead letters up for ever? Type yes to confirm: ", keys.len());
+    let question = format!("Discard {} dead letters for ever? Type yes to confirm: ", keys.len());
     if !args.yes {
         match confirmed(&question, "yes")? {
             Some(true) => {}
@@ -318,7 +317,7 @@ async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Re
     for step in keys.chunks(DISCARD_STEP) {
         discarded += patiently(async || discard_step(&mut store, step, &by).await).await?;
     }
-    writeln!(out, "discarded {discarded}; `order-processor dead-letters list --closed` has them on record")?;
+    writeln!(out, "discarded {discarded}; `order-processor dead-letters list --closed` lists them")?;
     Ok(())
 }
 
@@ -368,7 +367,7 @@ async fn write_all(mut letters: Letters, reader: &mut Reader, out: &mut impl Wri
         for (row, _) in page {
             // One at a time: payloads may be large.
             let Some(letter) = reader.letter(letters.pile, row).await? else { continue };
-            writeln!(out, "{}", text::whole_json(&letter))?;
+            writeln!(out, "{}", json(&text::whole(&letter)).map_err(io::Error::from)?)?;
             written += 1;
         }
     }

@@ -2,29 +2,26 @@
 
 use std::collections::VecDeque;
 use std::future::IntoFuture;
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
 use async_nats::jetstream::context::{self, PublishAckFuture, PublishErrorKind};
 use async_nats::jetstream::{self, Context};
 use clap::{ArgGroup, Args};
-use indicatif::ProgressBar;
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
 use super::setup;
 use crate::config::Config;
 use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials};
 use crate::model::id::MESSAGE_ID_HEADER;
+use crate::ops::progress::Progress;
 
 /// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
 const IN_FLIGHT_MAX: usize = 512;
 /// No server takes a larger message than this (nats-server's hard limit for max_payload), so no line needs more memory.
 const LINE_BYTES_MAX: u64 = 64 * 1024 * 1024;
-const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// Orders to publish: `--count` made-up ones, or one a line from a file or standard input.
+/// Orders to publish: `--count` generated orders, or one order a line from a file or standard input.
 #[derive(Debug, Args)]
 #[command(group(ArgGroup::new("orders").required(true).args(["count", "file"])))]
 pub struct PublishArgs {
@@ -40,9 +37,13 @@ pub struct PublishArgs {
     /// Number of the first order; in a FILE, the first line that is published
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     start: u64,
-    /// Message ids are this, a dash and the number; give the same again and repeated orders are duplicates [default: random]
+    /// Message ids are this text, a dash and the number; with the same text again, repeated orders are duplicates [default:
+    /// random]
     #[arg(long, value_name = "TEXT")]
     id_prefix: Option<String>,
+    /// Publish without the header Nats-Msg-Id; the daemon then uses inbox.id_pointer, or the place in the stream
+    #[arg(long, conflicts_with = "id_prefix")]
+    no_id: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -63,16 +64,22 @@ pub enum PublishError {
     IdPrefix(String),
     #[error("--start {start} and --count {count} go beyond the largest number there is; give a smaller --start")]
     TooMany { start: u64, count: u64 },
-    #[error("line {number} of {} is longer than any server takes", path.display())]
+    #[error("line {number} of {} is longer than any server accepts", path.display())]
     TooLong { path: PathBuf, number: u64 },
     #[error(
-        "order {number} was not stored ({error}); {stored} were. Repeat from there with {rest} --start {number} --id-prefix {prefix}"
+        "order {number} was not stored ({error}); {stored} were. Repeat from there with {rest} --start {number} {ids}"
     )]
-    NotStored { number: u64, stored: u64, rest: String, prefix: String, error: String },
+    NotStored { number: u64, stored: u64, rest: String, ids: String, error: String },
+}
+
+impl std::fmt::Display for Published {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "published {}, of which {} were known already", self.stored, self.duplicates)
+    }
 }
 
 impl PublishError {
-    /// Whether it takes other flags, so that nothing was tried.
+    /// Whether other flags are needed, so that nothing was tried.
     pub fn is_about_flags(&self) -> bool {
         match self {
             Self::Subject(_) | Self::IdPrefix(_) | Self::TooMany { .. } => true,
@@ -81,7 +88,7 @@ impl PublishError {
     }
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug, Default)]
 pub struct Published {
     pub stored: u64,
@@ -92,14 +99,22 @@ pub struct Published {
 /// Publishes in order. Returns when the server has confirmed each.
 pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, PublishError> {
     let subject = args.subject.unwrap_or_else(|| subject_of(&config.consumer.stream));
-    // The server takes a wildcard for a name like any other, and no filter would mean what it says.
+    // The server would store a wildcard as an ordinary name, and no filter would match it as expected.
     if subject.is_empty() || subject.contains(|c: char| c.is_whitespace() || c.is_control() || c == '*' || c == '>') {
         return Err(PublishError::Subject(subject));
     }
-    let prefix = args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..)));
+    let prefix = (!args.no_id).then(|| args.id_prefix.unwrap_or_else(|| format!("{:08x}", fastrand::u32(..))));
     // A header cannot hold control characters, and loses white space in front on its way.
-    if prefix.is_empty() || prefix.starts_with(char::is_whitespace) || prefix.contains(char::is_control) {
-        return Err(PublishError::IdPrefix(prefix));
+    let is_bad = |prefix: &String| {
+        prefix.is_empty() || prefix.starts_with(char::is_whitespace) || prefix.contains(char::is_control)
+    };
+    if let Some(prefix) = prefix.as_ref().filter(|prefix| is_bad(prefix)) {
+        return Err(PublishError::IdPrefix(prefix.clone()));
+    }
+    if prefix.is_some() && args.file.is_some() && config.inbox.id_pointer.is_some() {
+        tracing::info!(
+            "the orders get the header Nats-Msg-Id, which wins over inbox.id_pointer; --no-id omits the header"
+        );
     }
     let (start, count) = (args.start, args.count.unwrap_or_default());
     let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
@@ -134,12 +149,12 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     publisher.finish().await
 }
 
-/// Where orders go unless it is said.
+/// The subject if none is given.
 fn subject_of(stream: &str) -> String {
     format!("{stream}.new")
 }
 
-/// As a shell takes it for one word.
+/// Quoted for a shell, as one word.
 fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "-_./:@%+=,".contains(c);
     if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
@@ -150,7 +165,8 @@ struct Publisher {
     denials: Denials,
     subject: String,
     stream: String,
-    prefix: String,
+    /// Without it, no order gets an id.
+    prefix: Option<String>,
     number: u64,
     /// One after the last number, if there is no file.
     end: u64,
@@ -190,7 +206,9 @@ impl Publisher {
             self.receipt().await?;
         }
         let mut headers = HeaderMap::new();
-        headers.insert(MESSAGE_ID_HEADER, format!("{}-{}", self.prefix, self.number).as_str());
+        if let Some(prefix) = &self.prefix {
+            headers.insert(MESSAGE_ID_HEADER, format!("{prefix}-{}", self.number).as_str());
+        }
         let sent = self.jetstream.publish_with_headers(self.subject.clone(), headers, payload.into()).await;
         let receipt = match sent {
             Ok(receipt) => receipt,
@@ -210,7 +228,9 @@ impl Publisher {
         };
         self.published.stored += 1;
         self.published.duplicates += u64::from(receipt.duplicate);
-        self.progress.show(self.published.stored);
+        if self.progress.advance(self.published.stored) {
+            tracing::info!(stored = self.published.stored, "publishing");
+        }
         Ok(())
     }
 
@@ -218,36 +238,40 @@ impl Publisher {
         while !self.in_flight.is_empty() {
             self.receipt().await?;
         }
-        self.progress.bar.finish_and_clear();
-        Ok(self.published)
+        self.progress.finish();
+        Ok(std::mem::take(&mut self.published))
     }
 
     async fn not_stored(&self, number: u64, error: context::PublishError) -> PublishError {
-        let (stored, prefix) = (self.published.stored, quoted(&self.prefix));
+        let stored = self.published.stored;
+        let ids = match &self.prefix {
+            Some(prefix) => format!("--id-prefix {}", quoted(prefix)),
+            None => "--no-id".to_owned(),
+        };
         let mut rest = match &self.file {
             Some(path) => quoted(&path.display().to_string()),
             None => format!("--count {}", self.end - number),
         };
-        // What this run was told is what the next one must be told.
+        // The next run needs the options of this one.
         if self.subject != subject_of(&self.stream) {
             rest = format!("{rest} --subject {}", quoted(&self.subject));
         }
         let error = match error.kind() {
-            PublishErrorKind::StreamNotFound => format!("no stream takes {}; {}", self.subject, self.remedy().await),
+            PublishErrorKind::StreamNotFound => {
+                format!("no stream has the subject {}; {}", self.subject, self.remedy().await)
+            }
             _ => self.denials.last().map_or_else(|| error.to_string(), |denied| denied.to_string()),
         };
-        PublishError::NotStored { number, stored, rest, prefix, error }
+        PublishError::NotStored { number, stored, rest, ids, error }
     }
-}
 
-impl Publisher {
-    /// What helps if no stream takes the subject.
+    /// What helps if no stream has the subject.
     async fn remedy(&self) -> String {
         let stream = &self.stream;
         match self.denials.answer(self.jetstream.get_stream(stream)).await {
             Ok(Ok(found)) => {
                 let subjects = found.cached_info().config.subjects.join(", ");
-                format!("stream {stream} takes {subjects}: choose one of these with --subject")
+                format!("stream {stream} has {subjects}: choose one of these with --subject")
             }
             Ok(Err(error)) if setup::is_missing_stream(error.kind()) => {
                 "create it with `order-processor setup`".to_owned()
@@ -258,31 +282,6 @@ impl Publisher {
                     "if stream {stream} exists, choose one of its subjects with --subject, else run `order-processor setup`"
                 )
             }
-        }
-    }
-}
-
-/// A bar on a terminal, a line now and then elsewhere.
-struct Progress {
-    bar: ProgressBar,
-    said: Instant,
-}
-
-impl Progress {
-    fn new(count: Option<u64>) -> Self {
-        let bar = match (std::io::stderr().is_terminal(), count) {
-            (true, Some(count)) => ProgressBar::new(count),
-            (true, None) => ProgressBar::new_spinner(),
-            (false, _) => ProgressBar::hidden(),
-        };
-        Self { bar, said: Instant::now() }
-    }
-
-    fn show(&mut self, stored: u64) {
-        self.bar.set_position(stored);
-        if self.bar.is_hidden() && self.said.elapsed() >= LINE_EVERY {
-            tracing::info!(stored, "publishing");
-            self.said = Instant::now();
         }
     }
 }

@@ -1,19 +1,19 @@
 //! `run`: the daemon. Opens what it needs in an order that leaves nothing behind when something is wrong, then works.
 
-use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use crate::config::Config;
+use crate::config::{Config, Database};
 use crate::handler::Handler;
 use crate::jetstream::secrets::{self, FileError};
 use crate::ops::http;
+use crate::ops::progress::Progress;
 use crate::ops::signals;
+use crate::store::{self, OpenError};
 use crate::telemetry::Telemetry;
 use crate::telemetry::log::{self, Reload};
 use crate::telemetry::systemd;
@@ -21,9 +21,10 @@ use crate::worker::shift::{self, ShiftError};
 use crate::worker::worker::Until;
 
 const UPKEEP_EVERY: Duration = Duration::from_secs(5);
-/// How often progress is shown on a terminal, and in lines elsewhere.
+/// How often the bar of `--until-idle` moves on a terminal.
 const BAR_EVERY: Duration = Duration::from_millis(100);
-const LINE_EVERY: Duration = Duration::from_secs(5);
+/// How often the log says how far the work is, while there is work.
+const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// Why `run` ended otherwise than drained.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +35,8 @@ pub enum RunError {
     Files(#[from] FileError),
     #[error("cannot listen for signals")]
     Signals(#[source] std::io::Error),
+    #[error(transparent)]
+    Open(#[from] OpenError),
     #[error(transparent)]
     Shift(#[from] ShiftError),
 }
@@ -52,7 +55,11 @@ pub async fn run(
     let telemetry = Arc::new(Telemetry::new());
     // Before anything is created: a missing secret is for the operator to put there.
     secrets::check(&config.nats).await?;
-    let listener = http::bind(config.http.listen).await?;
+    let listener = match http::bind(config.http.listen).await {
+        Ok(listener) => listener,
+        // Another daemon on this database has the port. Another port would not help.
+        Err(taken) => return Err(in_use(&config.database)?.map_or(RunError::Bind(taken), RunError::Open)),
+    };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), http = %config.http.listen, "starting");
 
     let ending = CancellationToken::new();
@@ -60,9 +67,11 @@ pub async fn run(
     tasks.spawn(http::serve(listener, telemetry.metrics.clone(), telemetry.health.clone(), ending.clone()));
     tasks.spawn(systemd::run(telemetry.health.clone(), ending.clone()));
     tasks.spawn(upkeep(telemetry.clone(), ending.clone()));
-    if until == Until::Idle {
-        tasks.spawn(show_progress(telemetry.clone(), ending.clone()));
-    }
+    let bar = (until == Until::Idle).then(|| Progress::new(Some(0))).filter(Progress::is_bar);
+    match bar {
+        Some(bar) => tasks.spawn(show_bar(bar, telemetry.clone(), ending.clone())),
+        None => tasks.spawn(log_progress(telemetry.clone(), ending.clone())),
+    };
     tasks.close();
     let result = shift::work(config, handler, telemetry, until, stop).await;
     ending.cancel();
@@ -77,7 +86,7 @@ async fn upkeep(telemetry: Arc<Telemetry>, ending: CancellationToken) {
         telemetry.metrics.upkeep();
         let dropped = log::dropped_lines();
         if dropped > told {
-            tracing::warn!(lines = dropped - told, "lines of this log were dropped, nobody read them");
+            tracing::warn!(lines = dropped - told, "lines of this log were dropped, because stderr was full or failed");
             // If this line got through, somebody reads again.
             told = if log::dropped_lines() == dropped { dropped } else { told };
         }
@@ -88,31 +97,40 @@ async fn upkeep(telemetry: Arc<Telemetry>, ending: CancellationToken) {
 fn reload_level(reload: &Reload, file: Option<&std::path::Path>) {
     let level = match Config::load(file, std::env::vars_os()) {
         Ok(loaded) => loaded.config.log.level,
-        Err(problems) => return tracing::error!(%problems, "the settings are wrong, the log level stays"),
+        Err(problems) => return tracing::error!(%problems, "the settings are wrong; the log level is unchanged"),
     };
     match reload.set_level(&level) {
-        Ok(()) => tracing::info!(%level, "log level reloaded"),
-        Err(error) => tracing::error!(%error, "the log level stays"),
+        Ok(()) => tracing::info!(%level, "reloaded the log level"),
+        Err(error) => tracing::error!(%error, "the log level is unchanged"),
     }
 }
 
-/// A bar on a terminal, a line now and then elsewhere.
-async fn show_progress(telemetry: Arc<Telemetry>, ending: CancellationToken) {
-    let on_terminal = std::io::stderr().is_terminal();
-    let bar = if on_terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {human_pos} of {human_len}, {per_sec}, {eta} left") {
-        bar.set_style(style);
+/// A line now and then while there is work: how much was processed, and where the floor is.
+async fn log_progress(telemetry: Arc<Telemetry>, ending: CancellationToken) {
+    let mut every = tokio::time::interval(LINE_EVERY);
+    let mut logged = 0;
+    while ending.run_until_cancelled(every.tick()).await.is_some() {
+        let status = telemetry.health.status();
+        let messages = status.committed_messages - logged;
+        if let (1.., Some(view)) = (messages, status.consumer) {
+            let (ack_floor, pending) = (view.ack_floor_stream_seq, view.num_pending);
+            tracing::info!(messages, ack_floor, pending, "processed messages");
+            logged = status.committed_messages;
+        }
     }
-    let mut every = tokio::time::interval(if on_terminal { BAR_EVERY } else { LINE_EVERY });
+}
+
+async fn show_bar(mut bar: Progress, telemetry: Arc<Telemetry>, ending: CancellationToken) {
+    let mut every = tokio::time::interval(BAR_EVERY);
     while ending.run_until_cancelled(every.tick()).await.is_some() {
         let status = telemetry.health.status();
         let Some(view) = status.consumer else { continue };
-        let left = view.num_pending + view.num_ack_pending;
-        bar.set_length(status.committed_messages + left);
-        bar.set_position(status.committed_messages);
-        if !on_terminal {
-            tracing::info!(committed = status.committed_messages, left, "working until idle");
-        }
+        bar.set_total(status.committed_messages + view.num_pending + view.num_ack_pending);
+        bar.advance(status.committed_messages);
     }
-    bar.finish_and_clear();
+}
+
+/// The error that names the process which has the database open, if one has.
+fn in_use(database: &Database) -> Result<Option<OpenError>, OpenError> {
+    Ok(store::holder(database)?.map(|holder| OpenError::held(database, holder)))
 }

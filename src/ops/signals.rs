@@ -1,6 +1,7 @@
-//! Signals. The first SIGTERM or SIGINT drains, the second ends the process at once, SIGHUP reloads the log level.
+//! Signals. The first SIGTERM or SIGINT drains, the second ends the process immediately. SIGHUP reloads the log level, or drains if
+//! the daemon runs on a terminal: it then means that the terminal is gone.
 
-use std::io;
+use std::io::{self, IsTerminal};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -21,22 +22,24 @@ const CUT_SHORT: i32 = 1;
 pub fn listen(stop: CancellationToken, reload: impl Fn() + Send + 'static) -> io::Result<()> {
     let armed = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
-        // Before the stream below, and in the handler itself: the second signal works also when the runtime is stuck.
+        // Before the stream below, and in the handler itself: the second signal works even if the runtime is stuck.
         signal_hook::flag::register_conditional_shutdown(signal, CUT_SHORT, armed.clone())?;
         signal_hook::flag::register(signal, armed.clone())?;
     }
+    // Now, since it is no terminal any more when the signal comes.
+    let on_terminal = io::stdin().is_terminal() || io::stderr().is_terminal();
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     // The task owns the stream to the end of the process: dropping it would leave SIGTERM ignored.
     tokio::spawn(async move {
         while let Some(signal) = signals.next().await {
-            if signal == SIGHUP {
+            if signal == SIGHUP && !on_terminal {
                 reload();
             } else if !stop.is_cancelled() {
-                // First, since a log that nobody reads may hold up the line.
+                // First, since a log that nobody reads may delay the line.
                 stop.cancel();
                 tracing::info!(
                     signal = signal_hook::low_level::signal_name(signal),
-                    "stopping, once more to stop at once"
+                    "stopping; a second signal ends the process immediately"
                 );
             }
         }

@@ -1,20 +1,23 @@
-//! `status`: where the work stands, asked from the server and the database themselves. The daemon need not run.
+//! `status`: the state of the work, read from the server and the database. The daemon does not need to run.
 
 use std::io::{self, IsTerminal, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use async_nats::connection::State as ConnectionState;
-use clap::Args;
-use serde::{Deserialize, Serialize};
+use clap::{ArgAction, Args};
+use serde::Serialize;
 
 use super::healthcheck::{self, HealthcheckError};
 use crate::config::{Config, Database};
 use crate::jetstream::connection::{self, CommandClient};
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::{Snapshot, look_for_command};
-use crate::model::text::chain;
+use crate::model::text::{chain, json, printable};
+use crate::model::time::{seconds_text, unix_ns};
+use crate::ops::{Format, json_flag};
 use crate::store::{self, Counts, OpenError, Pause, Reader};
+use crate::telemetry::status;
 
 mod screen;
 
@@ -23,12 +26,12 @@ const INTERVAL_MIN: Duration = Duration::from_millis(100);
 #[derive(Debug, Args)]
 pub struct StatusArgs {
     /// Print JSON
-    #[arg(long)]
-    json: bool,
-    /// Show it again and again: on a terminal as a view of its own, elsewhere a line each time
+    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
+    format: Format,
+    /// Repeat: on a terminal as a full-screen view, elsewhere one line each time
     #[arg(long)]
     watch: bool,
-    /// How often to look
+    /// Time between two looks
     #[arg(long, value_name = "DURATION", default_value = "1s", requires = "watch", allow_hyphen_values = true, value_parser = humantime::parse_duration)]
     interval: Duration,
 }
@@ -37,11 +40,11 @@ impl StatusArgs {
     /// Whether the terminal is ours alone, so that nobody else may write to it.
     pub fn takes_the_screen(&self) -> bool {
         let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-        self.watch && !self.json && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal()
+        self.watch && self.format == Format::Text && !dumb && io::stdout().is_terminal() && io::stdin().is_terminal()
     }
 }
 
-/// Everything that could be learnt, and what could not.
+/// The facts that were available, and the problems that hid the others.
 #[derive(Clone, Debug, Serialize)]
 pub struct Status {
     consumer: String,
@@ -55,10 +58,10 @@ pub struct Status {
     stream: StreamStatus,
     processed_ids: Option<u64>,
     dead_letters: Option<u64>,
-    /// The pause that an operator began; `paused` is what the server says of the consumer.
+    /// The pause that an operator began; `paused` is the server's pause of the consumer.
     pause: Option<Pause>,
     /// `None` if it does not run.
-    daemon: Option<Daemon>,
+    daemon: Option<status::Status>,
     problems: Vec<String>,
 }
 
@@ -77,20 +80,20 @@ struct StreamStatus {
     bytes: Option<u64>,
 }
 
-/// Prints the status once or again and again. `false` if there is a problem: something could not be learnt,
-/// or the daemon would refuse what is there.
+/// Prints the status once or repeatedly. `false` if there is a problem: a source did not answer, or `run` would refuse the
+/// consumer.
 pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io::Result<bool> {
     let interval = args.interval.max(INTERVAL_MIN);
-    let mut source = Source { config, visit: None };
+    let mut observer = Observer { config, visit: None };
     if args.takes_the_screen() {
-        return screen::run(source, interval).await.map(|()| true);
+        return screen::run(observer, interval).await.map(|()| true);
     }
     loop {
-        let status = source.learn().await;
-        match (args.json, args.watch) {
-            (true, _) => writeln!(out, "{}", serde_json::to_string(&status)?)?,
-            (false, true) => writeln!(out, "{}", status.line())?,
-            (false, false) => status.write(out)?,
+        let status = observer.learn().await;
+        match (args.format, args.watch) {
+            (Format::Json, _) => writeln!(out, "{}", json(&status)?)?,
+            (Format::Text, true) => writeln!(out, "{}", status.line())?,
+            (Format::Text, false) => status.write(out)?,
         }
         if !args.watch {
             return Ok(status.problems.is_empty());
@@ -99,14 +102,14 @@ pub async fn run(config: &Config, args: StatusArgs, out: &mut impl Write) -> io:
     }
 }
 
-/// Where it is learnt: the server, the database, and the daemon if it runs.
-pub struct Source<'a> {
+/// Asks the server, the database, and the daemon if it runs.
+pub struct Observer<'a> {
     config: &'a Config,
     /// Kept from one look to the next. It reconnects by itself.
     visit: Option<CommandClient>,
 }
 
-impl Source<'_> {
+impl Observer<'_> {
     pub async fn learn(&mut self) -> Status {
         let config = self.config;
         let (found, counts, daemon) = tokio::join!(self.server(), counts(&config.database), daemon(config.http.listen));
@@ -155,8 +158,8 @@ impl Source<'_> {
     }
 }
 
-/// What the daemon says of itself; `None` if there is none.
-pub(super) async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String> {
+/// The daemon's own status; `None` if it does not run.
+pub(super) async fn daemon(listen: SocketAddr) -> Result<Option<status::Status>, String> {
     // Port 0 lets the system choose, and only the daemon's log knows which one.
     if listen.port() == 0 {
         return Ok(None);
@@ -164,53 +167,10 @@ pub(super) async fn daemon(listen: SocketAddr) -> Result<Option<Daemon>, String>
     match healthcheck::status(listen).await {
         Ok(body) => match serde_json::from_str(&body) {
             Ok(daemon) => Ok(Some(daemon)),
-            Err(error) => Err(format!("what listens on {listen} is no daemon of ours: {error}")),
+            Err(error) => Err(format!("the program that listens on {listen} is not an order-processor: {error}")),
         },
         Err(HealthcheckError::Connect { .. }) => Ok(None),
         Err(error) => Err(chain(&error)),
-    }
-}
-
-/// A part of what `/status` says, of this version or another.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Daemon {
-    version: String,
-    uptime_seconds: u64,
-    ready: bool,
-    live: bool,
-    draining: bool,
-    problems: Vec<Problem>,
-    held: u64,
-    committed_messages: u64,
-    last_commit_at: Option<String>,
-    last_batch_messages: u64,
-    last_batch_seconds: f64,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Problem {
-    component: String,
-    cause: String,
-}
-
-impl Daemon {
-    /// What keeps it from being ready: component and cause. A pause is the operator's will.
-    pub(super) fn problems(&self) -> impl Iterator<Item = (&str, &str)> {
-        let problems = self.problems.iter().filter(|problem| problem.component != "paused");
-        problems.map(|problem| (problem.component.as_str(), problem.cause.as_str()))
-    }
-
-    /// In one line, with the cause.
-    fn health(&self) -> String {
-        let causes: Vec<String> =
-            self.problems.iter().map(|problem| format!("{}: {}", problem.component, problem.cause)).collect();
-        match (self.draining, self.live, self.ready) {
-            (true, _, _) => format!("draining, {} deliveries held", self.held),
-            (false, false, _) => "wedged: its loop does not turn".to_owned(),
-            (false, true, true) => "ready".to_owned(),
-            (false, true, false) => format!("not ready: {}", causes.join("; ")),
-        }
     }
 }
 
@@ -253,7 +213,7 @@ impl Status {
 
     fn write(&self, out: &mut impl Write) -> io::Result<()> {
         let stream = &self.stream;
-        let mut row = |name: &str, value: String| writeln!(out, "{name:<13} {value}");
+        let mut row = |name: &str, value: String| writeln!(out, "{name:<13} {}", printable(&value));
         row(
             "stream",
             format!("{}, {} messages, last sequence {}", stream.name, show(stream.messages), show(stream.last_seq)),
@@ -280,8 +240,9 @@ impl Status {
             Some(daemon) => {
                 let up = humantime::format_duration(Duration::from_secs(daemon.uptime_seconds));
                 row("daemon", format!("{}; version {}, up {up}", daemon.health(), daemon.version))?;
-                if let Some(at) = &daemon.last_commit_at {
-                    let (messages, took_ms) = (daemon.last_batch_messages, daemon.last_batch_seconds * 1e3);
+                if let Some(at) = daemon.last_commit_at {
+                    let (at, messages) = (seconds_text(unix_ns(at)), daemon.last_batch_messages);
+                    let took_ms = daemon.last_batch_seconds.as_secs_f64() * 1e3;
                     row("last commit", format!("{at}, {messages} messages in {took_ms:.1} ms"))?;
                 }
             }
@@ -306,7 +267,7 @@ impl Status {
             show(self.dead_letters),
         );
         line.push_str("; daemon ");
-        line.push_str(&self.daemon.as_ref().map_or_else(|| "not running".to_owned(), Daemon::health));
+        line.push_str(&self.daemon.as_ref().map_or_else(|| "not running".to_owned(), status::Status::health));
         if let Some(pause) = &self.pause {
             line.push_str(&format!("; paused {pause}"));
         }
@@ -314,7 +275,7 @@ impl Status {
             line.push_str("; ");
             line.push_str(problem);
         }
-        line
+        printable(&line).into_owned()
     }
 
     fn floor(&self) -> Option<u64> {

@@ -126,6 +126,13 @@ pub enum OpenError {
 }
 
 impl OpenError {
+    /// Another process has the database.
+    pub fn held(database: &Database, holder: Holder) -> Self {
+        match database {
+            Database::Sqlite(path) => Self::Held { path: path.clone(), holder },
+        }
+    }
+
     /// What a failed statement means while the database is opened, or for a command that reads it.
     pub fn database(database: &Database, source: Error) -> Self {
         match database {

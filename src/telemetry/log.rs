@@ -1,8 +1,8 @@
 //! The log: one line per event on stderr, as text or JSON, with a level that can be changed while running.
 //!
 //! Writing is synchronous: a line is out, or lost, before the program goes on, so what led to a crash is in the log. But a
-//! reader that stops reading holds up nothing for longer than [`PATIENCE`]: then lines are dropped, and counted, until it reads
-//! again. Orders are worth more than what is said about them.
+//! reader that stops reading delays nothing for longer than [`PATIENCE`]: then lines are dropped and counted until it reads
+//! again. Orders are worth more than their log lines.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,10 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::field::Field;
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::{self, Writer};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::{SubscriberInitExt, TryInitError};
@@ -18,6 +21,7 @@ use tracing_subscriber::{Layer, Registry, fmt, reload};
 
 use crate::config::LogFormat;
 use crate::config::level::{LevelError, parse_level};
+use crate::model::text::{hidden_as_json, printable};
 
 /// Starts logging for the whole process; works once.
 pub fn init(level: &str, format: LogFormat) -> Result<Reload, InitError> {
@@ -68,7 +72,27 @@ where
     S: tracing::Subscriber + for<'span> LookupSpan<'span>,
 {
     let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    fmt::layer().with_writer(|| Stderr).with_ansi(ansi).log_internal_errors(false).boxed()
+    lines_of_text(|| Stderr, ansi)
+}
+
+fn lines_of_text<S, W>(writer: W, ansi: bool) -> Lines<S>
+where
+    S: tracing::Subscriber + for<'span> LookupSpan<'span>,
+    W: for<'writer> fmt::MakeWriter<'writer> + Send + Sync + 'static,
+{
+    let fields = format::debug_fn(write_field).delimited(" ");
+    fmt::layer().with_writer(writer).fmt_fields(fields).with_ansi(ansi).log_internal_errors(false).boxed()
+}
+
+/// A field may come from a message: whatever a terminal obeys is escaped, so that one event is one line.
+fn write_field(writer: &mut Writer<'_>, field: &Field, value: &dyn std::fmt::Debug) -> std::fmt::Result {
+    let value = format!("{value:?}");
+    let value = printable(&value);
+    match (field.name(), writer.has_ansi_escapes()) {
+        ("message", _) => write!(writer, "{value}"),
+        (name, true) => write!(writer, "\u{1b}[3m{name}\u{1b}[0m\u{1b}[2m=\u{1b}[0m{value}"),
+        (name, false) => write!(writer, "{name}={value}"),
+    }
 }
 
 /// `log_internal_errors`, here and above: the library reports a failed write with `eprintln!`, which panics when stderr
@@ -83,9 +107,32 @@ where
         .flatten_event(true)
         .with_current_span(false)
         .with_span_list(false)
-        .with_writer(writer)
+        .with_writer(EscapedJson(writer))
         .log_internal_errors(false)
         .boxed()
+}
+
+/// Writes lines of JSON in which strings have no character that a terminal obeys.
+struct EscapedJson<W>(W);
+
+impl<'writer, W: fmt::MakeWriter<'writer>> fmt::MakeWriter<'writer> for EscapedJson<W> {
+    type Writer = EscapedJson<W::Writer>;
+
+    fn make_writer(&'writer self) -> Self::Writer {
+        EscapedJson(self.0.make_writer())
+    }
+}
+
+impl<W: Write> Write for EscapedJson<W> {
+    /// The library writes each line with one call.
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.0.write_all(hidden_as_json(&String::from_utf8_lossy(line)).as_bytes())?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
 }
 
 /// How long a line waits for a reader that was there until now.
@@ -195,6 +242,35 @@ mod tests {
         let messages: Vec<&str> = lines.iter().map(|line| line["message"].as_str().unwrap()).collect();
         assert_eq!(messages, ["applied", "shown", "still shown"]);
         assert_eq!((&lines[0]["stream_seq"], &lines[0]["level"]), (&7.into(), &"INFO".into()));
+    }
+
+    /// ESC, a C1 character, a mark of direction and a line break, as a publisher may put them into an id or a subject.
+    const HOSTILE: &str = "a\u{1b}[2J\u{9b}31m\u{202e}b\nc";
+
+    fn written(lines: impl FnOnce(Buffer) -> Lines<Registry>) -> String {
+        let buffer = Buffer::default();
+        let subscriber = tracing_subscriber::registry().with(lines(buffer.clone()));
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::warn!(message_id = %HOSTILE, subject = HOSTILE, ?HOSTILE, stream_seq = 7, "{HOSTILE} is a dead letter");
+        });
+        String::from_utf8(buffer.0.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn whatever_a_message_holds_an_event_is_one_line_that_no_terminal_obeys() {
+        let text = written(|buffer| lines_of_text(move || buffer.clone(), false));
+        let shown = "a\\u{1b}[2J\\u{9b}31m\\u{202e}b\\nc";
+        assert!(text.contains(&format!("{shown} is a dead letter message_id={shown} subject=\"{shown}\"")), "{text}");
+        assert!(text.contains("stream_seq=7"), "{text}");
+        let json = written(|buffer| json(move || buffer.clone()));
+        let event: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&event["message_id"], &event["subject"]), (&HOSTILE.into(), &HOSTILE.into()));
+        for line in [text, json] {
+            let line = line.strip_suffix('\n').unwrap();
+            assert_eq!(printable(line), line, "nothing left to escape");
+        }
+        let colored = written(|buffer| lines_of_text(move || buffer.clone(), true));
+        assert!(colored.contains("message_id") && !colored.contains("[2J\u{9b}"), "{colored:?}");
     }
 
     /// In a process of its own, because the test harness catches what `eprintln!` writes and hides its panic.

@@ -82,6 +82,11 @@ pub struct Status {
 }
 
 impl Status {
+    /// What keeps the daemon from being ready against the will of its operator, who wanted a pause.
+    pub fn unwanted_problems(&self) -> impl Iterator<Item = &Problem> {
+        self.problems.iter().filter(|problem| problem.component != Component::Paused.name())
+    }
+
     /// The health in one line, with the causes.
     pub fn health(&self) -> String {
         match (self.draining, self.live, self.ready) {

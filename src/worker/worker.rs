@@ -579,7 +579,7 @@ fn report(delivery: &Delivery, outcome: &Outcome) {
     let subject = &delivery.raw.subject;
     match outcome {
         Outcome::Applied | Outcome::Duplicate => {
-            tracing::trace!(message_id = %id, stream_seq, delivered, outcome = outcome.kind().name());
+            tracing::debug!(message_id = %id, %subject, stream_seq, delivered, outcome = outcome.kind().name(), "the outcome is durable");
         }
         Outcome::Ignored(why) => {
             tracing::debug!(%subject, stream_seq, delivered, outcome = "ignored", "the message is {}", why.name());

@@ -265,7 +265,7 @@ async fn publish_and_setup_name_the_subjects_of_a_stream_that_has_others() {
     let (_server, _, spec) = server_with(stream, consumer_config()).await;
     let finished = spec.run(&["publish", "--count", "1"]).await;
     assert_eq!(finished.code, Some(1), "{finished:?}");
-    let advice = "no stream takes ORDERS.new; stream ORDERS takes orders.*: choose one of these with --subject";
+    let advice = "no stream has the subject ORDERS.new; stream ORDERS has orders.*: choose one of these with --subject";
     assert!(finished.stderr.contains(advice), "{finished:?}");
     let finished = spec.run_ok(&["setup"]).await;
     assert!(finished.stdout.contains("stream ORDERS exists for orders.*, left as it is"), "{finished:?}");

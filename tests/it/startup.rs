@@ -231,7 +231,7 @@ async fn each_command_names_a_damaged_database_and_what_to_do() {
         assert_eq!(finished.code, Some(2), "{command:?}: {finished:?}");
         let complaints = finished.complaints();
         assert!(complaints.len() == 1 && complaints[0].contains(&line), "{command:?}: {finished:?}");
-        assert!(!finished.stderr.contains("go on with"), "{command:?}: {finished:?}");
+        assert!(!finished.stderr.contains("continue with"), "{command:?}: {finished:?}");
     }
     let status = spec.run(&["status"]).await;
     assert!(status.code == Some(1) && status.stdout.contains(&line), "{status:?}");

@@ -154,7 +154,7 @@ async fn publish_without_a_stream_says_what_makes_one() {
     let complaints = finished.complaints();
     assert_eq!(complaints.len(), 1, "{finished:?}");
     assert!(
-        complaints[0].contains("no stream takes ORDERS.new; create it with `order-processor setup`"),
+        complaints[0].contains("no stream has the subject ORDERS.new; create it with `order-processor setup`"),
         "{finished:?}"
     );
 }

@@ -1,8 +1,6 @@
 //! How dead letters are printed. What is in them came from anybody: nothing of it may drive a terminal.
 
-use std::borrow::Cow;
 use std::io::{self, Write};
-use std::time::{Duration, SystemTime};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -10,10 +8,17 @@ use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use crate::model::letter::{Envelope, Letter, Pile};
+use crate::model::text::{printable, shortened};
+use crate::model::time::{nanos_text, seconds_text};
 
 /// Characters of an error in the table, and of each other text. Ids and subjects are as long as their publishers like.
 const ERROR_MAX: usize = 60;
 const TEXT_MAX: usize = 100;
+/// Characters of one field where a dead letter is shown, headers shown, bytes of the payload, and levels of JSON that are indented.
+pub const FIELD_MAX: usize = 2000;
+const HEADERS_MAX: usize = 100;
+const PAYLOAD_MAX: usize = 64 * 1024;
+const DEPTH_MAX: usize = 32;
 const COLUMNS: usize = 7;
 
 /// One line a letter, the columns aligned. The head comes with the first one.
@@ -48,7 +53,7 @@ fn row(envelope: &Envelope) -> [String; COLUMNS] {
         None => (envelope.dead_at_ns, envelope.error.clone()),
     };
     [
-        seconds(at_ns),
+        seconds_text(at_ns),
         shortened(&envelope.reason, TEXT_MAX),
         shortened(&envelope.subject, TEXT_MAX),
         envelope.stream_seq.to_string(),
@@ -58,47 +63,47 @@ fn row(envelope: &Envelope) -> [String; COLUMNS] {
     ]
 }
 
-/// The first `max` characters of what a terminal may see.
-fn shortened(text: &str, max: usize) -> String {
-    let text = clean(text);
-    match text.char_indices().nth(max) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.into_owned(),
-    }
-}
-
-/// A letter, whole, for people.
+/// A dead letter for people. Everything in it is bounded; a last line says where the rest is.
 pub fn show(letter: &Letter, out: &mut impl Write) -> io::Result<()> {
     let Letter { envelope, headers, payload } = letter;
-    let mut row = |name: &str, value: &str| writeln!(out, "{name:<13} {}", clean(value));
+    let mut cut = false;
+    let mut row = |name: &str, value: &str| {
+        let shown = shortened(value, FIELD_MAX);
+        cut |= shown.ends_with('…');
+        writeln!(out, "{name:<13} {shown}")
+    };
     row("id", &envelope.id)?;
     row("subject", &envelope.subject)?;
     row("stream seq", &envelope.stream_seq.to_string())?;
     row("delivered", &envelope.delivered.to_string())?;
-    row("published at", &envelope.published_ns.map_or_else(|| "not known".to_owned(), nanos))?;
-    row("dead at", &nanos(envelope.dead_at_ns))?;
+    row("published at", &envelope.published_ns.map_or_else(|| "not known".to_owned(), nanos_text))?;
+    row("dead at", &nanos_text(envelope.dead_at_ns))?;
     row("reason", &envelope.reason)?;
     row("error", &envelope.error)?;
     row("digest", &envelope.digest.to_string())?;
     if let Some(closed) = &envelope.closed {
-        row(closed.closing.name(), &format!("by {} at {}", closed.by, nanos(closed.at_ns)))?;
+        row(closed.closing.name(), &format!("by {} at {}", closed.by, nanos_text(closed.at_ns)))?;
         if let Some(id) = closed.applied_id.as_ref().filter(|id| **id != envelope.id) {
             row("applied as", id)?;
         }
     }
-    for (index, (name, value)) in headers.iter().enumerate() {
+    for (index, (name, value)) in headers.iter().take(HEADERS_MAX).enumerate() {
         row(if index == 0 { "headers" } else { "" }, &format!("{name}: {value}"))?;
     }
     let (kind, shown) = payload_text(payload);
     row("payload", &format!("{} bytes, {kind}", payload.len()))?;
+    cut |= headers.len() > HEADERS_MAX || payload.len() > PAYLOAD_MAX;
     if !shown.is_empty() {
         writeln!(out, "\n{shown}")?;
+    }
+    if cut {
+        writeln!(out, "\n… cut off; `order-processor dead-letters show --json ID` prints everything")?;
     }
     Ok(())
 }
 
 /// An envelope as an object.
-pub fn json(envelope: &Envelope) -> Value {
+pub fn fields(envelope: &Envelope) -> Value {
     let mut object = json!({
         "id": envelope.id,
         "digest": envelope.digest.to_string(),
@@ -108,14 +113,14 @@ pub fn json(envelope: &Envelope) -> Value {
         "reason": envelope.reason,
         "error": envelope.error,
         "payload_bytes": envelope.payload_bytes,
-        "published_at": envelope.published_ns.map(nanos),
-        "dead_at": nanos(envelope.dead_at_ns),
+        "published_at": envelope.published_ns.map(nanos_text),
+        "dead_at": nanos_text(envelope.dead_at_ns),
     });
     if let Some(closed) = &envelope.closed {
         object["closed"] = json!({
             "as": closed.closing.name(),
             "by": closed.by,
-            "at": nanos(closed.at_ns),
+            "at": nanos_text(closed.at_ns),
             "applied_id": closed.applied_id,
         });
     }
@@ -123,36 +128,42 @@ pub fn json(envelope: &Envelope) -> Value {
 }
 
 /// A letter as an object that has all of it: headers as pairs in their order, payload in base64.
-pub fn whole_json(letter: &Letter) -> Value {
-    let mut object = json(&letter.envelope);
+pub fn whole(letter: &Letter) -> Value {
+    let mut object = fields(&letter.envelope);
     object["headers"] = json!(letter.headers);
     object["payload"] = Value::String(BASE64.encode(&letter.payload));
     object
 }
 
-/// What kind of payload it is, and a text of it that a terminal can show.
+/// The kind of a payload, and the text of its first [`PAYLOAD_MAX`] bytes.
 fn payload_text(payload: &[u8]) -> (&'static str, String) {
-    if serde_json::from_slice::<IgnoredAny>(payload).is_ok()
-        && let Ok(text) = std::str::from_utf8(payload)
-    {
-        return ("JSON", clean_lines(&pretty(text)));
-    }
-    match std::str::from_utf8(payload) {
-        Ok(text) if !text.chars().any(|c| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
-            ("text", clean_lines(text))
-        }
-        Ok(_) | Err(_) => ("binary", hex(payload)),
+    let whole = std::str::from_utf8(payload).ok();
+    // Reads nested values without a stack, so no payload is too deep for it.
+    let is_json = whole.is_some() && serde_json::from_slice::<IgnoredAny>(payload).is_ok();
+    let is_text = |text: &str| !text.chars().any(|c| c.is_control() && !matches!(c, '\n' | '\r' | '\t'));
+    match whole.map(|text| &text[..text.floor_char_boundary(PAYLOAD_MAX)]) {
+        Some(text) if is_json => ("JSON", printable_lines(&pretty(text))),
+        Some(text) if is_text(text) => ("text", printable_lines(text)),
+        Some(_) | None => ("binary", hex(&payload[..payload.len().min(PAYLOAD_MAX)])),
     }
 }
 
-/// JSON with one value a line. Every value stays as it is written: a number that a parser would round is not rounded here.
+/// Printable, with the lines kept.
+fn printable_lines(text: &str) -> String {
+    text.lines().map(printable).collect::<Vec<_>>().join("\n")
+}
+
+/// JSON with one value a line, down to [`DEPTH_MAX`] levels; what is deeper stays on the line of its parent. Every value stays as
+/// it is written: a number that a parser would round is not rounded here.
 fn pretty(json: &str) -> String {
     let mut text = String::with_capacity(json.len() * 2);
     let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
     let mut chars = json.chars().peekable();
     let line = |text: &mut String, depth: usize| {
-        text.push('\n');
-        text.extend(std::iter::repeat_n("  ", depth));
+        if depth <= DEPTH_MAX {
+            text.push('\n');
+            text.extend(std::iter::repeat_n("  ", depth));
+        }
     };
     while let Some(c) = chars.next() {
         if in_string {
@@ -174,8 +185,10 @@ fn pretty(json: &str) -> String {
                 }
             }
             '}' | ']' => {
+                if depth <= DEPTH_MAX {
+                    line(&mut text, depth.saturating_sub(1));
+                }
                 depth = depth.saturating_sub(1);
-                line(&mut text, depth);
                 text.push(c);
             }
             ',' => {
@@ -206,34 +219,6 @@ fn hex(bytes: &[u8]) -> String {
     lines.join("\n")
 }
 
-/// On one line, with control characters written out.
-pub fn clean(text: &str) -> Cow<'_, str> {
-    if text.chars().any(char::is_control) {
-        let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
-        Cow::Owned(text.chars().map(escape).collect())
-    } else {
-        Cow::Borrowed(text)
-    }
-}
-
-/// The same, with the lines left as they are.
-fn clean_lines(text: &str) -> String {
-    text.lines().map(clean).collect::<Vec<_>>().join("\n")
-}
-
-/// A moment to the second.
-pub fn seconds(ns: i64) -> String {
-    humantime::format_rfc3339_seconds(moment(ns)).to_string()
-}
-
-fn nanos(ns: i64) -> String {
-    humantime::format_rfc3339_nanos(moment(ns)).to_string()
-}
-
-fn moment(ns: i64) -> SystemTime {
-    SystemTime::UNIX_EPOCH + Duration::from_nanos(ns.unsigned_abs())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -257,6 +242,19 @@ mod tests {
              00000010  20 6d 6f 72 65                                    more"
         );
         assert_eq!(payload_text(b""), ("text", String::new()));
-        assert_eq!(clean("a\u{9b}31m\nb"), "a\\u{9b}31m\\nb");
+    }
+
+    #[test]
+    fn deep_and_large_payloads_are_cut_and_the_text_says_where_the_rest_is() {
+        let deep = "[".repeat(100_000) + &"]".repeat(100_000);
+        let (kind, shown) = payload_text(deep.as_bytes());
+        assert_eq!(kind, "JSON");
+        assert!(shown.len() < 2 * PAYLOAD_MAX, "{}", shown.len());
+        let wide = format!("[{}1]", "1,".repeat(1_000_000));
+        assert!(payload_text(wide.as_bytes()).1.len() < 4 * PAYLOAD_MAX);
+        assert!(payload_text(&[0xff; 1_000_000]).1.len() < 6 * PAYLOAD_MAX);
+        let umlauts = format!("x{}", "ä".repeat(100_000));
+        assert_eq!(payload_text(umlauts.as_bytes()).0, "text", "cut between characters");
+        assert_eq!(pretty("[[1],{}]"), "[\n  [\n    1\n  ],\n  {}\n]");
     }
 }

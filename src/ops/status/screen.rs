@@ -20,7 +20,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook_tokio::Signals;
 use tokio::sync::mpsc;
 
-use super::{Daemon, Source, Status};
+use super::{Observer, Status};
+use crate::model::text::printable;
+use crate::telemetry::status as daemon;
 
 /// Events kept; what does not fit on the screen is not shown.
 const EVENTS_MAX: usize = 200;
@@ -33,7 +35,7 @@ const HEIGHT_MIN: u16 = 14;
 ///
 /// # Errors
 /// When the terminal does not work, or not any more.
-pub async fn run(mut source: Source<'_>, interval: Duration) -> io::Result<()> {
+pub async fn run(mut observer: Observer<'_>, interval: Duration) -> io::Result<()> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let mut screen = Screen::enter()?;
     let mut keys = keys();
@@ -45,7 +47,7 @@ pub async fn run(mut source: Source<'_>, interval: Duration) -> io::Result<()> {
         // A look may wait for a server that does not answer; keys and resizes do not.
         let mut look = std::pin::pin!(async {
             tokio::time::sleep(pause).await;
-            source.learn().await
+            observer.learn().await
         });
         let learnt = loop {
             tokio::select! {
@@ -130,6 +132,8 @@ struct Watch {
     /// The ack floor at the last looks.
     floors: VecDeque<(Instant, u64)>,
     health: Option<String>,
+    /// Ack floor and pending messages at the last look.
+    progress: Option<(u64, u64)>,
     problems: Vec<String>,
     dead_letters: Option<u64>,
 }
@@ -139,7 +143,17 @@ impl Watch {
         let mut happened = Vec::new();
         let health = health(status);
         if self.health.as_ref() != Some(&health) {
-            happened.push(format!("daemon {health}"));
+            let resumed = match (&self.health, self.progress, &status.daemon) {
+                (Some(_), Some((floor, pending)), Some(daemon)) if daemon.ready => {
+                    format!("; resumed after {floor}, {pending} waiting")
+                }
+                _ => String::new(),
+            };
+            happened.push(format!("daemon {health}{resumed}"));
+        }
+        // As it was before the daemon took up its work.
+        if let (Some(floor), Some(pending)) = (status.floor(), status.num_pending) {
+            self.progress = Some((floor, pending));
         }
         for problem in status.problems.iter().filter(|problem| !self.problems.contains(problem)) {
             happened.push(problem.clone());
@@ -156,7 +170,7 @@ impl Watch {
         if let (Some(floor), Some((_, before))) = (floor, self.floors.back().copied())
             && floor < before
         {
-            happened.push(format!("the consumer counts anew: ack floor {before} -> {floor} (consumer sequence)"));
+            happened.push(format!("the consumer was reset: ack floor {before} -> {floor} (consumer sequence)"));
             self.floors.clear();
         }
         if let Some(floor) = floor {
@@ -170,7 +184,7 @@ impl Watch {
         let time = humantime::format_rfc3339_seconds(at).to_string();
         let time = time.get(11..19).unwrap_or_default();
         for event in happened {
-            self.events.push_front(format!("{time}  {event}"));
+            self.events.push_front(format!("{time}  {}", printable(&event)));
         }
         self.events.truncate(EVENTS_MAX);
     }
@@ -185,7 +199,7 @@ impl Watch {
 
 fn health(status: &Status) -> String {
     match (&status.daemon, &status.pause) {
-        (None, None) => "not running; this is what server and database say".to_owned(),
+        (None, None) => "not running; the values come from server and database".to_owned(),
         (None, Some(pause)) => format!("not running, and paused {pause}"),
         (Some(_), Some(pause)) => format!("paused {pause}"),
         (Some(daemon), None) => daemon.health(),
@@ -201,9 +215,12 @@ fn draw(frame: &mut Frame<'_>, status: Option<&Status>, watch: &Watch) {
     let Some(status) = status else {
         return frame.render_widget(Paragraph::new("looking ..."), area);
     };
-    let (color, text) = (health_color(status), health(status));
+    let (color, text) = (health_color(status), printable(&health(status)).into_owned());
     let health = Line::from(vec![Span::from("daemon        "), Span::from(text).fg(color).bold()]);
-    let problems = status.problems.iter().map(|problem| Line::from(format!("problem       {problem}")).fg(Color::Red));
+    let problems = status
+        .problems
+        .iter()
+        .map(|problem| Line::from(format!("problem       {}", printable(problem))).fg(Color::Red));
     let said: Vec<Line<'_>> = std::iter::once(health).chain(problems).collect();
     // Broken between words, a line may need a row more than its length says.
     let rows_said = said.iter().map(|line| line.width() / usize::from(area.width - 15) + 1).sum::<usize>();
@@ -224,7 +241,9 @@ fn draw(frame: &mut Frame<'_>, status: Option<&Status>, watch: &Watch) {
     frame.render_widget(Paragraph::new(rows(status, watch)), figures);
     let events_text: Vec<Line<'_>> = watch.events.iter().map(|event| Line::from(event.as_str())).collect();
     frame.render_widget(
-        Paragraph::new(events_text).block(Block::bordered().title(" events (UTC), latest first ")),
+        Paragraph::new(events_text)
+            .wrap(Wrap { trim: false })
+            .block(Block::bordered().title(" events (UTC), latest first ")),
         events,
     );
     frame.render_widget(Line::from("q quits").dim(), foot);
@@ -233,7 +252,7 @@ fn draw(frame: &mut Frame<'_>, status: Option<&Status>, watch: &Watch) {
 fn health_color(status: &Status) -> Color {
     match (&status.daemon, &status.pause) {
         (Some(daemon), None) if daemon.ready => Color::Green,
-        (Some(Daemon { draining: true, .. }), None) | (_, Some(_)) => Color::Yellow,
+        (Some(daemon::Status { draining: true, .. }), None) | (_, Some(_)) => Color::Yellow,
         (Some(_), None) | (None, None) => Color::Red,
     }
 }
@@ -264,9 +283,9 @@ fn rows(status: &Status, watch: &Watch) -> Vec<Line<'static>> {
         Some(daemon) if daemon.last_commit_at.is_some() => format!(
             "{} messages in {:.1} ms; {} since its start, {} held",
             HumanCount(daemon.last_batch_messages),
-            daemon.last_batch_seconds * 1e3,
+            daemon.last_batch_seconds.as_secs_f64() * 1e3,
             HumanCount(daemon.committed_messages),
-            HumanCount(daemon.held),
+            HumanCount(daemon.held as u64),
         ),
         Some(_) => "none since its start".to_owned(),
         None => "?".to_owned(),
@@ -301,7 +320,8 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     use super::*;
-    use crate::ops::status::{Problem, Sequences, StreamStatus};
+    use crate::ops::status::{Sequences, StreamStatus};
+    use crate::telemetry::status::{Component, Problem};
 
     fn status(floor: u64) -> Status {
         let sequences = Sequences { stream_seq: floor, consumer_seq: floor };
@@ -324,7 +344,7 @@ mod tests {
             processed_ids: Some(floor),
             dead_letters: Some(2),
             pause: None,
-            daemon: Some(Daemon { ready: true, live: true, ..Daemon::default() }),
+            daemon: Some(daemon::Status { ready: true, live: true, ..daemon::Status::default() }),
             problems: Vec::new(),
         }
     }
@@ -359,6 +379,19 @@ mod tests {
     }
 
     #[test]
+    fn a_long_event_is_wrapped_and_drives_no_terminal() {
+        let mut watch = Watch::default();
+        let problem =
+            "no consumer \u{1b}[2J\u{202e} is bound because the server does not answer a request for it in time";
+        let looking = Status { problems: vec![problem.into()], ..status(1) };
+        watch.observe(&looking, Instant::now(), UNIX_EPOCH);
+        let screen = drawn(60, 30, Some(&looking), &watch);
+        let events = screen.split("events (UTC)").nth(1).unwrap();
+        assert!(events.contains("in time") && events.contains("\\u{1b}[2J\\u{202e}"), "{screen}");
+        assert!(!screen.contains(['\u{1b}', '\u{202e}']), "{screen:?}");
+    }
+
+    #[test]
     fn what_is_not_known_is_drawn_as_such() {
         let mut unknown = Status { ack_floor: None, num_pending: None, processed_ids: None, ..status(1) };
         unknown.stream.last_seq = None;
@@ -372,8 +405,8 @@ mod tests {
         let start = Instant::now();
         let second = |n: u64| (start + Duration::from_secs(n), UNIX_EPOCH + Duration::from_secs(n));
         let down = Status { daemon: None, ..status(3000) };
-        let problems = vec![Problem { component: "nats".into(), cause: "not connected yet".into() }];
-        let starting = Daemon { live: true, problems, ..Daemon::default() };
+        let problems = vec![Problem::new(Component::Nats, "not connected yet")];
+        let starting = daemon::Status { live: true, problems, ..daemon::Status::default() };
         let starting = Status { daemon: Some(starting), ..status(3000) };
         for (n, seen) in (0..).zip([status(1000), status(3000), down, starting, status(4000)]) {
             let (now, at) = second(n);
@@ -384,14 +417,14 @@ mod tests {
             events,
             [
                 "00:00:00  daemon ready",
-                "00:00:02  daemon not running; this is what server and database say",
+                "00:00:02  daemon not running; the values come from server and database",
                 "00:00:03  daemon not ready: nats: not connected yet",
-                "00:00:04  daemon ready",
+                "00:00:04  daemon ready; resumed after 3000, 1234567 waiting",
             ]
         );
         assert_eq!(watch.rate(), Some(750.0));
         watch.observe(&status(5), second(5).0, second(5).1);
-        assert_eq!(watch.events[0], "00:00:05  the consumer counts anew: ack floor 4000 -> 5 (consumer sequence)");
+        assert_eq!(watch.events[0], "00:00:05  the consumer was reset: ack floor 4000 -> 5 (consumer sequence)");
         assert_eq!(watch.rate(), None);
     }
 }
