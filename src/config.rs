@@ -27,6 +27,8 @@ mod tests;
 pub const DEFAULT_TOML: &str = include_str!("../config/default.toml");
 const SYSTEM_FILE: &str = "/etc/order-processor/config.toml";
 const ENV_PREFIX: &str = "ORDER_PROCESSOR__";
+/// What requests to JetStream begin with on the server itself.
+pub const DEFAULT_API_PREFIX: &str = "$JS.API";
 
 /// All settings, checked: a value of this type needs no further validation. `Debug` prints no secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +62,10 @@ pub struct Nats {
     /// password: print [`Nats::redacted_url`] instead.
     pub url: String,
     pub auth: Auth,
+    /// The JetStream domain, if it was set.
+    pub domain: Option<String>,
+    /// What all requests to JetStream begin with, without a dot at the end.
+    pub api_prefix: String,
     pub tls: Tls,
 }
 
@@ -75,6 +81,8 @@ impl fmt::Debug for Nats {
         f.debug_struct("Nats")
             .field("url", &self.redacted_url())
             .field("auth", &self.auth)
+            .field("domain", &self.domain)
+            .field("api_prefix", &self.api_prefix)
             .field("tls", &self.tls)
             .finish()
     }
@@ -284,13 +292,15 @@ const FILE: &str = "the path of a file";
 const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
 
 /// Every key, in the order of `config/default.toml`: a test compares the two.
-const SETTINGS: [Known; 25] = [
+const SETTINGS: [Known; 27] = [
     known("nats.url", SERVERS),
     known("nats.credentials_file", FILE),
     known("nats.nkey_file", FILE),
     known("nats.user", "the name of a user"),
     known("nats.password_file", FILE),
     known("nats.token_file", FILE),
+    known("nats.domain", NAME),
+    known("nats.api_prefix", "a subject without wildcards, such as \"JS.orders.API\""),
     known("nats.tls.ca_file", FILE),
     known("nats.tls.cert_file", FILE),
     known("nats.tls.key_file", FILE),

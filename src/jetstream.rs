@@ -2,6 +2,7 @@
 
 pub mod advisory;
 mod bind;
+mod client;
 pub mod connection;
 pub mod consumer;
 pub mod deletion;
@@ -14,6 +15,7 @@ mod limits;
 mod link;
 pub mod look;
 mod notices;
+pub mod other_pulls;
 pub mod permissions;
 mod pull;
 pub mod secrets;
@@ -22,4 +24,5 @@ pub mod stored;
 pub mod unreadable;
 pub mod walk;
 
+pub use client::Client;
 pub use error::Error;

@@ -162,6 +162,18 @@ pub fn jetstream_name(value: &Value) -> Result<String, String> {
     Ok(name.to_owned())
 }
 
+/// A subject that others are appended to.
+pub fn subject(value: &Value) -> Result<String, String> {
+    let subject = text(value)?.trim_end_matches('.');
+    if subject.contains(|c: char| c.is_whitespace() || c.is_control() || "*>".contains(c)) {
+        return Err("holds a character that a subject without wildcards cannot have".to_owned());
+    }
+    if subject.split('.').any(str::is_empty) {
+        return Err("has an empty token".to_owned());
+    }
+    Ok(subject.to_owned())
+}
+
 /// RFC 6901, without its empty pointer: the whole payload is no message id.
 pub fn json_pointer(value: &Value) -> Result<String, String> {
     let pointer = text(value)?;

@@ -6,11 +6,11 @@ use ::config::{Value, ValueKind};
 
 use super::parse::{
     byte_size, database, duration, jetstream_name, json_pointer, log_level, path, redact, secs, servers,
-    socket_address, text, whole_number, yes_or_no,
+    socket_address, subject, text, whole_number, yes_or_no,
 };
 use super::{
-    Auth, Batch, Config, Consumer, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict, Retention, Retry, SETTINGS,
-    Setting, Shutdown, Tls, how_to_close,
+    Auth, Batch, Config, Consumer, DEFAULT_API_PREFIX, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict, Retention,
+    Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -44,8 +44,25 @@ fn read_nats(reader: &mut Reader) -> Result<Nats, Refused> {
     if user_in_url && auth.is_ok() {
         reader.keep_to_ourselves("nats.url")?;
     }
+    let api = read_api(reader);
     let tls = read_tls(reader);
-    Ok(Nats { url: url?, auth: auth?, tls: tls? })
+    let (domain, api_prefix) = api?;
+    Ok(Nats { url: url?, auth: auth?, domain, api_prefix, tls: tls? })
+}
+
+/// The domain, and the prefix of all requests.
+fn read_api(reader: &mut Reader) -> Result<(Option<String>, String), Refused> {
+    let domain = reader.optional("nats.domain", jetstream_name);
+    let prefix = reader.optional("nats.api_prefix", subject);
+    match (domain?, prefix?) {
+        (Some(_), Some(_)) => reader.refuse("nats.api_prefix", "is set together with nats.domain; set one of them"),
+        (Some(domain), None) => {
+            let prefix = format!("$JS.{domain}.API");
+            Ok((Some(domain), prefix))
+        }
+        (None, Some(prefix)) => Ok((None, prefix)),
+        (None, None) => Ok((None, DEFAULT_API_PREFIX.to_owned())),
+    }
 }
 
 fn read_auth(reader: &mut Reader, user_in_url: bool) -> Result<Auth, Refused> {

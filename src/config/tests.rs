@@ -50,7 +50,13 @@ fn config(env: &[(&str, &str)]) -> Config {
 fn the_defaults_are_those_of_the_design() {
     let config = load_from(None, Path::new("/nonexistent"), []).unwrap().config;
     let expected = Config {
-        nats: Nats { url: "nats://127.0.0.1:4222".into(), auth: Auth::None, tls: Tls::default() },
+        nats: Nats {
+            url: "nats://127.0.0.1:4222".into(),
+            auth: Auth::None,
+            domain: None,
+            api_prefix: "$JS.API".into(),
+            tls: Tls::default(),
+        },
         consumer: Consumer { stream: "ORDERS".into(), name: "order-processor".into() },
         batch: Batch { max_messages: 2000, max_bytes: 8 << 20 },
         retry: Retry { max_attempts: 5, min_delay: secs(1), max_delay: secs(300) },

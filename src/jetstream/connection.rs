@@ -4,9 +4,10 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::{AuthError, Client, ConnectErrorKind, ConnectOptions, rustls};
+use async_nats::{AuthError, ConnectErrorKind, ConnectOptions, rustls};
 use percent_encoding::percent_decode_str;
 
+use super::client::Client;
 use super::events::{self, Listener};
 pub use super::events::{Denials, Denied};
 use super::secrets::{self, FileError};
@@ -116,7 +117,7 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
         options = options.add_client_certificate(cert.clone(), key.clone());
     }
     match options.connect(servers(&nats.url)).await {
-        Ok(client) => Ok(client),
+        Ok(client) => Ok(Client::new(client, nats)),
         Err(error) => {
             let (servers, cause) = (nats.redacted_url(), why(nats, &error.to_string()).await);
             Err(if is_refusal(&error) {

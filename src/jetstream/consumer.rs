@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use async_nats::{Client, Request};
+use async_nats::Request;
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep_until};
 
 use super::advisory::Advisory;
 use super::bind::{Bound, Rebind, bind};
+use super::client::Client;
 use super::error::{Blame, Error, Trouble};
 pub use super::event::{Event, Receipt, Room};
 use super::gaps::{Figures, Notice, Positions};
@@ -311,11 +312,9 @@ impl Consumer {
         let view = snapshot.view();
         self.notices.ack_floor(&view);
         self.telemetry.health.set_consumer(view.clone());
-        let edited = match &mut self.phase {
-            Phase::Bound(session) => session.follow(snapshot),
-            Phase::Down(_) | Phase::Binding(_) => None,
-        };
-        Ok(Event::Seen { view, edited })
+        let Phase::Bound(session) = &mut self.phase else { return Ok(Event::Seen { view, edited: None }) };
+        self.notices.pulls(&snapshot.consumer, session.open_pulls());
+        Ok(Event::Seen { view, edited: session.follow(snapshot) })
     }
 
     fn report(&mut self, notices: &[Notice]) {

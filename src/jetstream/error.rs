@@ -9,11 +9,14 @@ use crate::telemetry::metrics::NatsErrorKind;
 pub enum Error {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("stream {stream} does not exist; create the stream and its consumer with `order-processor setup`")]
-    NoStream { stream: String },
+    #[error("stream {stream} does not exist{place}; create the stream and its consumer with `order-processor setup`")]
+    NoStream { stream: String, place: String },
     #[error("stream {stream} has no consumer {consumer}; create the consumer with `order-processor setup`")]
     NoConsumer { stream: String, consumer: String },
-    #[error("JetStream is not enabled on the server or for this account")]
+    #[error(
+        "JetStream is not enabled on the server or for this account; if the stream is in another domain or account, set nats.domain \
+         or nats.api_prefix"
+    )]
     NoJetStream,
     #[error("the server does not answer {asked}: {error}")]
     NoAnswer { asked: &'static str, error: String },

@@ -100,7 +100,7 @@ fn note_violation(telemetry: &Telemetry, text: &str) {
     let cause = format!("the server denies a subject: {text}");
     if is_ack {
         telemetry.health.report(Component::Acks, Err(cause));
-    } else if subject.contains("$JS.API.CONSUMER.MSG.NEXT") {
+    } else if subject.contains(".CONSUMER.MSG.NEXT.") {
         telemetry.pulls_denied(cause);
     } else {
         telemetry.deny(text);
@@ -162,7 +162,7 @@ fn is_permission_violation(text: &str) -> bool {
 }
 
 fn is_about_reading(text: &str) -> bool {
-    text.to_ascii_uppercase().contains("$JS.API.STREAM.MSG.GET.")
+    text.to_ascii_uppercase().contains(".STREAM.MSG.GET.")
 }
 
 fn is_about_advisories(text: &str) -> bool {

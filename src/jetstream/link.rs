@@ -3,11 +3,12 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use async_nats::Subscriber;
 use async_nats::connection::State as ConnectionState;
-use async_nats::{Client, Subscriber};
 use futures_util::{FutureExt, StreamExt};
 
 use super::advisory;
+use super::client::Client;
 use super::error::Error;
 use super::pull::arrival;
 use crate::config::Config;

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use async_nats::Client;
+use async_nats::jetstream::ErrorCode;
 use async_nats::jetstream::consumer::{DeliverPolicy, Info as ConsumerInfo};
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamErrorKind};
 use async_nats::jetstream::stream::{Info as StreamInfo, Stream};
-use async_nats::jetstream::{self, ErrorCode};
 
+use super::client::Client;
 use super::connection::CommandClient;
 use super::error::Error;
 use super::stored::{self, filters};
@@ -54,7 +54,7 @@ pub async fn look(client: &Client, stream: &str, consumer: &str) -> Result<Snaps
         ConsumerInfoErrorKind::NotFound => {
             Error::NoConsumer { stream: stream.to_owned(), consumer: consumer.to_owned() }
         }
-        ConsumerInfoErrorKind::StreamNotFound => Error::NoStream { stream: stream.to_owned() },
+        ConsumerInfoErrorKind::StreamNotFound => Error::NoStream { stream: stream.to_owned(), place: client.place() },
         _ => Error::NoAnswer { asked: "a request for the consumer", error: error.to_string() },
     })?;
     Ok(Snapshot { stream: found.cached_info().clone(), consumer: info, oldest: Oldest::NotAsked })
@@ -75,9 +75,9 @@ pub(super) async fn look_with_age(client: &Client, stream: &str, consumer: &str)
 }
 
 pub(super) async fn look_at_stream(client: &Client, stream: &str) -> Result<Stream, Error> {
-    jetstream::new(client.clone()).get_stream(stream).await.map_err(|error| match error.kind() {
+    client.jetstream().get_stream(stream).await.map_err(|error| match error.kind() {
         GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND => {
-            Error::NoStream { stream: stream.to_owned() }
+            Error::NoStream { stream: stream.to_owned(), place: client.place() }
         }
         GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::JETSTREAM_NOT_ENABLED_FOR_ACCOUNT => {
             Error::NoJetStream

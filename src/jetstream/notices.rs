@@ -2,12 +2,14 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_nats::jetstream::consumer::Info as ConsumerInfo;
 
+use super::deletion::RECREATE;
 use super::gaps::Notice;
 use super::gate::Finding;
+use super::other_pulls::{self, OtherPulls};
 use crate::model::view::ConsumerView;
 use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
@@ -20,11 +22,21 @@ pub(super) struct Notices {
     /// The ack floor of the last look at this consumer, as a consumer sequence.
     ack_floor: u64,
     floor_reminder: Reminder,
+    other_pulls: OtherPulls,
+    others: u64,
 }
 
 impl Notices {
     pub(super) fn new(telemetry: Arc<Telemetry>) -> Self {
-        Self { telemetry, warned: HashSet::new(), paused: false, ack_floor: 0, floor_reminder: Reminder::default() }
+        Self {
+            telemetry,
+            warned: HashSet::new(),
+            paused: false,
+            ack_floor: 0,
+            floor_reminder: Reminder::default(),
+            other_pulls: OtherPulls::default(),
+            others: 0,
+        }
     }
 
     /// Logs each warning once for as long as it holds.
@@ -34,6 +46,23 @@ impl Notices {
             tracing::warn!("{text}");
         }
         self.warned = warnings;
+    }
+
+    /// Compares the pulls that the server has open with the `own` pulls of this daemon.
+    pub(super) fn pulls(&mut self, consumer: &ConsumerInfo, own: u64) {
+        let (num_waiting, ack_wait) = (consumer.num_waiting as u64, consumer.config.ack_wait);
+        let others = self.other_pulls.observe(num_waiting, own, ack_wait, Instant::now());
+        self.telemetry.health.set_other_pulls(others);
+        // The number may change often; one line for each time is enough.
+        if self.others == 0
+            && let Some(warning) = other_pulls::warning(&consumer.name, others)
+        {
+            tracing::warn!("{warning}");
+        }
+        if others == 0 && self.others > 0 {
+            tracing::info!("no other client pulls from the consumer any longer");
+        }
+        self.others = others;
     }
 
     /// The server ends a pause by itself. So its beginning and its end are logged once each.
@@ -102,7 +131,7 @@ impl Notices {
                 Notice::FloorBeyond { floor, last } => {
                     let text = format!(
                         "the ack floor of the consumer is {floor}, but the stream ends at {last}: the server may not deliver new \
-                         messages until the stream has grown to {floor}; run `nats consumer rm`, then `order-processor setup`: \
+                         messages until the stream has grown to {floor}; run `{RECREATE}`: \
                          no order is applied twice"
                     );
                     if self.floor_reminder.is_due(&text) {

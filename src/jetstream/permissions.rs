@@ -16,7 +16,7 @@ const DENIED_WITHIN: Duration = Duration::from_millis(200);
 /// [`Error::Denied`] without the permission.
 pub async fn to_pull(command: &CommandClient, names: &config::Consumer) -> Result<(), Error> {
     const REFUSED: &str = r#"{"batch":1,"expires":1000000000,"idle_heartbeat":1000000000}"#;
-    let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", names.stream, names.name);
+    let subject = command.client.api(&format!("CONSUMER.MSG.NEXT.{}.{}", names.stream, names.name));
     let answer = command.denials.answer(command.client.request(subject, REFUSED.into())).await?;
     let no_answer = |error: String| Error::NoAnswer { asked: "a pull", error };
     answer.map(|_| ()).map_err(|error| no_answer(error.to_string()))

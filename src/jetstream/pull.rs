@@ -1,10 +1,12 @@
 //! Pull requests and what the server sends in answer. The daemon's consumer and the [walk](super::walk) both use it.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use async_nats::{Message, StatusCode};
 use tokio::time::Instant;
 
+use super::client::Client;
 use super::error::{Error, Trouble};
 use super::link::Link;
 use crate::model::delivery::{Arrival, Headers, Position, Raw, Reply};
@@ -16,6 +18,8 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 const SILENCE_MAX: Duration = Duration::from_millis(2500);
 /// After this time, a pull whose end did not arrive is forgotten.
 const GRACE: Duration = Duration::from_secs(2);
+/// Far more pulls than a server lets one consumer have.
+const OPEN_MAX: usize = 4096;
 /// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
 pub(super) const HEADER_ROOM_BYTES: usize = 64 * 1024;
 
@@ -30,6 +34,8 @@ pub(super) struct PullRequest {
 pub(super) struct Pulls {
     subject: String,
     sent: u64,
+    /// Number and latest end of each pull whose end did not arrive. A pull that got all its messages has no end of its own.
+    open: VecDeque<(u64, Instant)>,
     /// Messages that open pulls may still bring.
     outstanding: usize,
     /// When the last pull must be over.
@@ -50,11 +56,12 @@ pub(super) enum Received {
 }
 
 impl Pulls {
-    pub(super) fn of(stream: &str, consumer: &str) -> Self {
+    pub(super) fn of(client: &Client, stream: &str, consumer: &str) -> Self {
         let now = Instant::now();
         Self {
-            subject: format!("$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"),
+            subject: client.api(&format!("CONSUMER.MSG.NEXT.{stream}.{consumer}")),
             sent: 0,
+            open: VecDeque::new(),
             outstanding: 0,
             open_until: now,
             last_received: now,
@@ -65,6 +72,11 @@ impl Pulls {
     /// Messages that open pulls may still bring.
     pub(super) fn outstanding(&self) -> usize {
         self.outstanding
+    }
+
+    /// Pulls that may be open, at the most.
+    pub(super) fn open(&self) -> u64 {
+        if self.outstanding == 0 { 0 } else { self.open.len() as u64 }
     }
 
     /// Sends one pull request more.
@@ -81,7 +93,12 @@ impl Pulls {
         sent.map_err(|_| Error::ClientDead)?;
         if self.outstanding == 0 {
             self.restart_silence();
+            self.open.clear();
         }
+        if self.open.len() >= OPEN_MAX {
+            self.open.pop_front();
+        }
+        self.open.push_back((self.sent, Instant::now() + expires + GRACE));
         self.sent += 1;
         self.fruitful = false;
         self.outstanding += messages;
@@ -111,17 +128,19 @@ impl Pulls {
             return Err(Trouble::by_message(cause));
         }
         let description = message.description.as_deref().unwrap_or_default();
+        let pull = message.subject.rsplit('.').next().and_then(|number| number.parse::<u64>().ok());
         let left = message.headers.as_ref().and_then(|headers| headers.get("Nats-Pending-Messages"));
         match (status, left.and_then(|left| left.as_str().parse::<usize>().ok())) {
             (StatusCode::IDLE_HEARTBEAT, _) => Ok(Received::Heartbeat),
             (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, Some(left)) => {
+                self.end(pull);
                 self.outstanding = self.outstanding.saturating_sub(left);
                 Ok(Received::Ended)
             }
             (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
+                self.end(pull);
                 self.outstanding = self.outstanding.saturating_sub(left);
                 // The end of an earlier pull may arrive after the next pull was sent, and tells nothing about that one.
-                let pull = message.subject.rsplit('.').next().and_then(|number| number.parse::<u64>().ok());
                 let is_last = pull == self.sent.checked_sub(1);
                 Ok(if is_last && !self.fruitful { Received::TooLarge } else { Received::Ended })
             }
@@ -129,6 +148,10 @@ impl Pulls {
                 Err(Trouble::new(format!("the server ended a pull: {status} {description}"), Some(NatsErrorKind::Pull)))
             }
         }
+    }
+
+    fn end(&mut self, pull: Option<u64>) {
+        self.open.retain(|(number, _)| Some(*number) != pull);
     }
 
     /// Notices heartbeats that did not come, and forgets a pull whose end got lost.
@@ -142,6 +165,12 @@ impl Pulls {
         }
         if self.outstanding > 0 && now > self.open_until {
             self.outstanding = 0;
+        }
+        if self.outstanding == 0 {
+            self.open.clear();
+        }
+        while self.open.front().is_some_and(|(_, until)| *until < now) {
+            self.open.pop_front();
         }
         Ok(())
     }

@@ -93,7 +93,7 @@ impl Session {
             limits: Limits::of(&snapshot.consumer),
             reader: StreamReader::of(link.client.clone(), snapshot),
             incarnation: snapshot.incarnation(),
-            pulls: Pulls::of(&snapshot.consumer.stream_name, &snapshot.consumer.name),
+            pulls: Pulls::of(&link.client, &snapshot.consumer.stream_name, &snapshot.consumer.name),
             pull_due: now,
             answered: false,
             last_consumer_seq: 0,
@@ -128,6 +128,11 @@ impl Session {
     /// Messages that open pulls may still bring.
     pub(super) fn outstanding(&self) -> usize {
         self.pulls.outstanding()
+    }
+
+    /// Pulls of this session that may be open on the server.
+    pub(super) fn open_pulls(&self) -> u64 {
+        self.pulls.open()
     }
 
     /// Adopts an edited consumer. The limits, if they changed.

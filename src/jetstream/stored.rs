@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use async_nats::Client;
 use async_nats::jetstream::ErrorCode;
 use async_nats::jetstream::consumer::Config;
 use base64::Engine;
@@ -11,6 +10,7 @@ use bytes::Bytes;
 use futures_util::future::try_join_all;
 use serde::Deserialize;
 
+use super::client::Client;
 use super::error::Error;
 use super::look::{self, Snapshot, StartsAt};
 use super::unreadable::read_headers;
@@ -232,10 +232,10 @@ pub async fn message_at(client: &Client, stream: &str, seq: u64) -> Result<Optio
 async fn ask(client: &Client, stream: &str, request: String) -> Result<Option<Stored>, Error> {
     const ASKED: &str = "a request for a stored message";
     let no_answer = |error: String| Error::NoAnswer { asked: ASKED, error };
-    let subject = format!("$JS.API.STREAM.MSG.GET.{stream}");
+    let subject = client.api(&format!("STREAM.MSG.GET.{stream}"));
     let answer = client.request(subject, request.into()).await.map_err(|error| no_answer(error.to_string()))?;
     read_answer(&answer.payload).map_err(|error| match error {
-        AnswerError::NoStream => Error::NoStream { stream: stream.to_owned() },
+        AnswerError::NoStream => Error::NoStream { stream: stream.to_owned(), place: client.place() },
         AnswerError::Other(text) => no_answer(text),
     })
 }

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use async_nats::{Client, HeaderName, HeaderValue};
+use async_nats::{HeaderName, HeaderValue};
 use tokio::time::Instant;
 
+use super::client::Client;
 use super::error::Error;
 use super::look::{Snapshot, look};
 use super::stored::{StoredRange, owned_filters};

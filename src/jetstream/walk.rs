@@ -10,11 +10,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::Client;
-use async_nats::jetstream;
 use async_nats::jetstream::stream::{ConsumerCreateStrictErrorKind, RetentionPolicy};
 use tokio::time::{Instant, sleep, timeout};
 
+use super::client::Client;
 use super::connection::{self, CommandClient, Denials};
 use super::error::{Blame, Error, Trouble};
 use super::link::Link;
@@ -251,7 +250,7 @@ impl Walk {
                 Some(0) => return Ok(Reading::Complete),
                 Some(left) => {
                     let (stream, name) = (&self.config.consumer.stream, consumer_name(&self.config));
-                    self.way = Way::Consumer(OwnConsumer::new(stream, &name, left, connects));
+                    self.way = Way::Consumer(OwnConsumer::new(&client, stream, &name, left, connects));
                 }
                 None => self.permit = Permit::Denied,
             }
@@ -267,7 +266,7 @@ impl Walk {
     async fn create_consumer(&self, client: &Client) -> Result<Option<u64>, Error> {
         let name = consumer_name(&self.config);
         let consumer = own_consumer::config(&name, self.next, &self.filters, &self.tag);
-        let jetstream = jetstream::new(client.clone());
+        let jetstream = client.jetstream();
         let created = jetstream.create_consumer_strict_on_stream(consumer, &self.config.consumer.stream);
         match self.denials.answer(created).await {
             Ok(Ok(consumer)) => Ok(Some(consumer.cached_info().num_pending)),
@@ -302,7 +301,7 @@ impl Walk {
         if self.permit == Permit::Used {
             self.permit = Permit::Unused;
             // A failure shows when the next consumer is created; otherwise the server deletes this one later.
-            let (jetstream, name) = (jetstream::new(client.clone()), consumer_name(&self.config));
+            let (jetstream, name) = (client.jetstream(), consumer_name(&self.config));
             let deleted = jetstream.delete_consumer_from_stream(&name, &self.config.consumer.stream);
             drop(self.denials.answer(deleted).await);
         }

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::look_for_command;
-use crate::jetstream::{connection, permissions};
+use crate::jetstream::{connection, other_pulls, permissions};
 use crate::model::text::chain;
 use crate::store::{self, Presence};
 
@@ -25,11 +25,12 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
     let mut report = Report { out, verdict: Verdict::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     report.good("config", "every setting is valid")?;
+    let mut num_waiting = 0;
     match connection::connect_command(&config.nats).await {
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
             report.good("connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
-            report.consumer(config, &visit).await?;
+            num_waiting = report.consumer(config, &visit).await?;
         }
         Err(error) => {
             report.bad("connection", &chain(&error))?;
@@ -39,7 +40,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
             }
         }
     }
-    report.daemon(config).await?;
+    report.daemon(config, num_waiting).await?;
     report.database(config).await?;
     match store::paused(&config.database) {
         Ok(Some(pause)) => report.warn(&format!("paused {pause}; `order-processor resume` ends it"))?,
@@ -70,10 +71,11 @@ impl<W: Write> Report<'_, W> {
         writeln!(self.out, "FAIL  {what:<11} {text}")
     }
 
-    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<()> {
+    /// How many pulls are open on it.
+    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<u64> {
         let found = match look_for_command(visit, &config.consumer).await {
             Ok(found) => found,
-            Err(error) => return self.bad("consumer", &chain(&error)),
+            Err(error) => return self.bad("consumer", &chain(&error)).map(|()| 0),
         };
         let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
         if findings.iter().all(|finding| finding.severity == Severity::Warned) {
@@ -91,31 +93,35 @@ impl<W: Write> Report<'_, W> {
         let pull = permissions::to_pull(visit, &config.consumer).await;
         let acknowledge = permissions::to_acknowledge(visit, &config.consumer).await;
         if pull.is_ok() && acknowledge.is_ok() {
-            return self.good("permissions", "to pull and to acknowledge");
+            self.good("permissions", "to pull and to acknowledge")?;
         }
         for (what, tried) in [("pull", pull), ("acknowledge", acknowledge)] {
             if let Err(error) = tried {
                 self.bad("permissions", &format!("to {what}: {}", chain(&error)))?;
             }
         }
-        Ok(())
+        Ok(found.consumer.num_waiting as u64)
     }
 
     /// A daemon that runs knows more than a look from outside.
-    async fn daemon(&mut self, config: &Config) -> io::Result<()> {
-        match status::daemon(config.http.listen).await {
-            Ok(None) => Ok(()),
-            Ok(Some(daemon)) => {
-                let mut problems = daemon.unwanted_problems().peekable();
-                if problems.peek().is_none() {
-                    return self.good("daemon", "runs and reports no problem");
-                }
-                for problem in problems {
-                    self.bad("daemon", &format!("is not ready: {problem}"))?;
-                }
-                Ok(())
+    async fn daemon(&mut self, config: &Config, num_waiting: u64) -> io::Result<()> {
+        let daemon = match status::daemon(config.http.listen).await {
+            Ok(daemon) => daemon,
+            Err(problem) => return self.bad("daemon", &problem),
+        };
+        if let Some(daemon) = &daemon {
+            let mut problems = daemon.unwanted_problems().peekable();
+            if problems.peek().is_none() {
+                self.good("daemon", "runs and reports no problem")?;
             }
-            Err(problem) => self.bad("daemon", &problem),
+            for problem in problems {
+                self.bad("daemon", &format!("is not ready: {problem}"))?;
+            }
+        }
+        let counted = daemon.as_ref().map(|daemon| daemon.other_pulls);
+        match other_pulls::warning_of_a_command(&config.consumer.name, num_waiting, counted) {
+            Some(warning) => self.warn(&warning),
+            None => Ok(()),
         }
     }
 

@@ -5,8 +5,8 @@ use std::future::IntoFuture;
 use std::path::{Path, PathBuf};
 
 use async_nats::HeaderMap;
+use async_nats::jetstream::Context;
 use async_nats::jetstream::context::{self, PublishAckFuture, PublishErrorKind};
-use async_nats::jetstream::{self, Context};
 use clap::{ArgGroup, Args};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
@@ -120,7 +120,7 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
     let CommandClient { client, denials } = connection::connect_command(&config.nats).await?;
     let mut publisher = Publisher {
-        jetstream: jetstream::new(client),
+        jetstream: client.jetstream(),
         denials,
         subject,
         stream: config.consumer.stream.clone(),

@@ -6,9 +6,10 @@ use std::time::Duration;
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, Info as ConsumerInfo};
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, CreateStreamErrorKind, GetStreamErrorKind};
 use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, StorageType, Stream};
-use async_nats::jetstream::{self, Context, ErrorCode};
+use async_nats::jetstream::{Context, ErrorCode};
 use clap::{Args, ValueEnum};
 
+use super::teardown::ask;
 use crate::config::{self, ByteSize, Config};
 use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials, Denied};
 use crate::jetstream::gate::{self, Expectations, Severity};
@@ -149,6 +150,19 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
 
 async fn create_stream(server: &Server<'_>, args: &SetupArgs, out: &mut impl Write) -> Result<Stream, SetupError> {
     let name = &server.names.stream;
+    if let Some(domain) = &server.domain {
+        let what = format!(
+            "this creates stream {name} in JetStream domain {domain}, the one of the server; if stream {name} exists in another \
+             domain, set nats.domain to that domain, because a second stream takes a copy of each order"
+        );
+        writeln!(out, "{what}")?;
+        ask(
+            args.yes,
+            &format!("Create stream {name} in domain {domain}? Type the name of the domain to confirm: "),
+            domain,
+            || what.clone(),
+        )?;
+    }
     let subjects = if args.subjects.is_empty() { vec![format!("{name}.*")] } else { args.subjects.clone() };
     let max_age = args.max_age.unwrap_or(MAX_AGE);
     let window = args.duplicate_window.unwrap_or(DUPLICATE_WINDOW);
@@ -227,6 +241,8 @@ fn wanted_consumer(
 /// The server that the stream is on, for commands that change something there.
 pub(super) struct Server<'a> {
     pub(super) jetstream: Context,
+    /// The JetStream domain of the server, if no setting tells which domain is meant.
+    domain: Option<String>,
     pub(super) denials: Denials,
     pub(super) names: &'a config::Consumer,
 }
@@ -234,7 +250,12 @@ pub(super) struct Server<'a> {
 impl<'a> Server<'a> {
     pub(super) async fn connect(config: &'a Config) -> Result<Self, SetupError> {
         let CommandClient { client, denials } = connection::connect_command(&config.nats).await?;
-        Ok(Self { jetstream: jetstream::new(client), denials, names: &config.consumer })
+        Ok(Self {
+            jetstream: client.jetstream(),
+            domain: client.unconfirmed_domain(),
+            denials,
+            names: &config.consumer,
+        })
     }
 
     /// `None` if there is no such stream.

@@ -13,6 +13,7 @@ use crate::config::{Config, Database};
 use crate::jetstream::connection::{self, CommandClient};
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::{Snapshot, look_for_command};
+use crate::jetstream::other_pulls;
 use crate::model::text::{chain, json, printable};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::ops::{Format, json_flag};
@@ -62,6 +63,8 @@ pub struct Status {
     pause: Option<Pause>,
     /// `None` if it does not run.
     daemon: Option<status::Status>,
+    /// Dangers that do not stop the work.
+    warnings: Vec<String>,
     problems: Vec<String>,
 }
 
@@ -139,7 +142,11 @@ impl Observer<'_> {
             }
             None
         });
-        Status { pause, daemon, ..Status::new(config, found, counts, problems) }
+        let num_waiting = found.as_ref().map_or(0, |found| found.consumer.num_waiting as u64);
+        let counted = daemon.as_ref().map(|daemon| daemon.other_pulls);
+        let warnings =
+            other_pulls::warning_of_a_command(&config.consumer.name, num_waiting, counted).into_iter().collect();
+        Status { pause, daemon, warnings, ..Status::new(config, found, counts, problems) }
     }
 
     async fn server(&mut self) -> Result<Snapshot, String> {
@@ -207,6 +214,7 @@ impl Status {
             dead_letters: counts.map(|counts| counts.dead_letters),
             pause: None,
             daemon: None,
+            warnings: Vec::new(),
             problems,
         }
     }
@@ -249,6 +257,9 @@ impl Status {
         }
         row("processed", format!("{} ids", show(self.processed_ids)))?;
         row("dead letters", show(self.dead_letters))?;
+        for warning in &self.warnings {
+            row("warning", warning.clone())?;
+        }
         for problem in &self.problems {
             row("problem", problem.clone())?;
         }
@@ -271,7 +282,7 @@ impl Status {
         if let Some(pause) = &self.pause {
             line.push_str(&format!("; paused {pause}"));
         }
-        for problem in &self.problems {
+        for problem in self.warnings.iter().chain(&self.problems) {
             line.push_str("; ");
             line.push_str(problem);
         }

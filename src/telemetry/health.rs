@@ -98,6 +98,11 @@ impl Health {
         });
     }
 
+    /// How many pulls on the consumer belong to other clients.
+    pub fn set_other_pulls(&self, others: u64) {
+        self.update(|facts| facts.other_pulls = others);
+    }
+
     /// How long a delivery may be away, with another worker or lost, before the server redelivers it.
     pub fn set_redelivery(&self, longest: Duration) {
         self.update(|facts| facts.away_patience = STALL + longest);
@@ -161,6 +166,7 @@ impl Health {
             last_batch_seconds: facts.last_commit.took,
             processed_ids: facts.counts.map(|counts| counts.processed_ids),
             dead_letters: facts.counts.map(|counts| counts.dead_letters),
+            other_pulls: facts.other_pulls,
             consumer: facts.consumer.clone(),
         }
     }
@@ -206,6 +212,7 @@ impl Health {
         metrics.nats_connected.set(flag(facts.works(Component::Nats)));
         metrics.held_deliveries.set(facts.held as f64);
         metrics.parked_messages.set(facts.parked as f64);
+        metrics.other_pulls.set(facts.other_pulls as f64);
         metrics.committed_stream_seq.set(facts.last_commit.stream_seq as f64);
         if let Some(at) = facts.last_commit_at {
             metrics.last_commit_timestamp_seconds.set(unix_seconds(at));
@@ -258,6 +265,7 @@ struct Facts {
     consumer: Option<ConsumerView>,
     held: usize,
     parked: usize,
+    other_pulls: u64,
     /// With the highest sequence of all commits.
     last_commit: Commit,
     committed_messages: u64,
@@ -285,6 +293,7 @@ impl Facts {
             consumer: None,
             held: 0,
             parked: 0,
+            other_pulls: 0,
             last_commit: Commit::default(),
             committed_messages: 0,
             last_commit_at: None,

@@ -86,6 +86,8 @@ declare_metrics! {
         "Messages not acknowledged yet that were delivered more than once, as the server reports it.";
     consumer_num_waiting: Gauge = "order_processor_consumer_num_waiting",
         "Pull requests that wait at the server.";
+    other_pulls: Gauge = "order_processor_other_pulls",
+        "Pull requests on the consumer that are not from this daemon: another client gets a part of the orders.";
     consumer_max_ack_pending: Gauge = "order_processor_consumer_max_ack_pending",
         "Messages that may be delivered and not acknowledged at a time, as the consumer is configured; 0 for no limit.";
     consumer_paused: Gauge = "order_processor_consumer_paused",
@@ -319,6 +321,7 @@ mod tests {
         "consumer_num_ack_pending",
         "consumer_num_redelivered",
         "consumer_num_waiting",
+        "other_pulls",
         "consumer_max_ack_pending",
         "consumer_paused",
         "stream_first_seq",

@@ -76,6 +76,8 @@ pub struct Status {
     pub last_batch_seconds: Duration,
     pub processed_ids: Option<u64>,
     pub dead_letters: Option<u64>,
+    /// Pulls on the consumer that belong to other clients.
+    pub other_pulls: u64,
     /// Not read back: who reads the status asks the server.
     #[serde(skip_deserializing)]
     pub consumer: Option<ConsumerView>,

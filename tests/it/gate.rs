@@ -210,3 +210,35 @@ async fn audit_and_check_tell_that_a_work_queue_keeps_no_evidence() {
         assert!(format!("{}{}", finished.stdout, finished.stderr).contains(words), "{command}: {finished:?}");
     }
 }
+
+#[tokio::test]
+async fn a_second_daemon_with_its_own_database_is_noticed_by_both() {
+    let short = pull::Config { ack_wait: Duration::from_secs(1), ..consumer_config() };
+    let (server, _broker, spec) = bench(stream_config(), short).await;
+    let other = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    // Before a second daemon starts, its `check` tells that one is there.
+    let checked = other.run_ok(&["check"]).await;
+    assert!(checked.stdout.contains("no daemon answers on this machine"), "{checked:?}");
+    worker.metric("other_pulls", 0.0).await;
+
+    let mut second = other.start();
+    for daemon in [&worker, &second] {
+        daemon.logged(&["WARN", "another client pulls from consumer order-processor"]).await;
+        eventually("other_pulls", PATIENCE, async || {
+            let seen = daemon.metrics().await.get("other_pulls");
+            if seen > Some(0.0) { Ok(()) } else { Err(seen) }
+        })
+        .await;
+    }
+    for command in ["check", "status"] {
+        let finished = spec.run_ok(&[command]).await;
+        assert!(finished.stdout.contains("another client pulls from consumer"), "{command}: {finished:?}");
+    }
+    second.drain().await;
+    worker.metric("other_pulls", 0.0).await;
+    let status = spec.run_ok(&["status"]).await;
+    assert!(!status.stdout.contains("another client"), "{status:?}");
+    worker.drain().await;
+}

@@ -13,6 +13,7 @@ mod crashes;
 mod dead_letters;
 mod disks;
 mod docs;
+mod domains;
 mod edited;
 mod examples;
 mod gate;

@@ -7,6 +7,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, timeout_at};
 
 use super::{PULL_MESSAGES, Reading};
+use crate::jetstream::client::Client;
 use crate::jetstream::error::Trouble;
 use crate::jetstream::link::Link;
 use crate::jetstream::pull::{HEADER_ROOM_BYTES, PullRequest, Pulls, Received};
@@ -48,8 +49,8 @@ pub(super) struct OwnConsumer {
 }
 
 impl OwnConsumer {
-    pub(super) fn new(stream: &str, consumer: &str, left: u64, connects: u64) -> Self {
-        Self { pulls: Pulls::of(stream, consumer), left, last_consumer_seq: 0, connects }
+    pub(super) fn new(client: &Client, stream: &str, consumer: &str, left: u64, connects: u64) -> Self {
+        Self { pulls: Pulls::of(client, stream, consumer), left, last_consumer_seq: 0, connects }
     }
 
     /// Waits for messages and takes all that have arrived. They are valid even if this ends with an error.

@@ -326,6 +326,7 @@ mod tests {
     fn status(floor: u64) -> Status {
         let sequences = Sequences { stream_seq: floor, consumer_seq: floor };
         Status {
+            warnings: Vec::new(),
             consumer: "order-processor".into(),
             ack_floor: Some(sequences),
             delivered: Some(sequences),
