@@ -142,7 +142,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Whoever sets one of these means TLS: a password must not go out in the clear because the server offers no more.
+    /// Whoever sets one of these means TLS: a password must not go out in the clear because the server offers nothing better.
     pub fn is_wanted(&self) -> bool {
         self.handshake_first || self.ca_file.is_some() || self.cert_file.is_some()
     }

@@ -94,7 +94,7 @@ impl Telemetry {
         }
     }
 
-    /// Messages `from` to `to` of a stream are gone. From where on that is news: each worker and each pause looks anew.
+    /// Messages `from` to `to` of a stream are gone. From where on that is news: each worker and each pause looks again.
     pub fn news_of_gone(&self, stream_created_ns: i128, from: u64, to: u64) -> Option<u64> {
         let mut gone = self.gone.lock().unwrap_or_else(PoisonError::into_inner);
         if gone.0 != stream_created_ns {

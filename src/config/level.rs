@@ -4,7 +4,7 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 
 /// The part of `log.level` that cannot be understood.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{part:?} is no log level: allowed are off, error, warn, info, debug, trace, and target=level, with commas")]
+#[error("{part:?} is not a log level: allowed are off, error, warn, info, debug, trace, and target=level, with commas")]
 pub struct LevelError {
     pub part: String,
 }

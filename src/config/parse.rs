@@ -174,7 +174,7 @@ pub fn subject(value: &Value) -> Result<String, String> {
     Ok(subject.to_owned())
 }
 
-/// RFC 6901, without its empty pointer: the whole payload is no message id.
+/// RFC 6901, without its empty pointer: the whole payload is not a message id.
 pub fn json_pointer(value: &Value) -> Result<String, String> {
     let pointer = text(value)?;
     if !pointer.starts_with('/') {

@@ -150,7 +150,7 @@ fn read_log(reader: &mut Reader) -> Result<Log, Refused> {
         "auto" => Ok(LogFormat::Auto),
         "text" => Ok(LogFormat::Text),
         "json" => Ok(LogFormat::Json),
-        _ => Err("is none of these".to_owned()),
+        _ => Err("is not one of these".to_owned()),
     });
     Ok(Log { level: level?, format: format? })
 }
@@ -212,7 +212,7 @@ impl Reader {
         Err(Refused)
     }
 
-    /// A secret in a file that every user of the machine can read is none.
+    /// A secret in a file that every user of the machine can read is not a secret.
     fn keep_to_ourselves(&mut self, key: &'static str) -> Result<(), Refused> {
         let source = self.source(key);
         let Some(file) = source.strip_prefix("file ") else { return Ok(()) };

@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_purge_that_moves_the_consumer_along_hides_nothing_from_a_worker_that_saw_every_delivery() {
+    fn a_purge_hides_nothing_from_a_worker_that_saw_every_delivery() {
         let purged = Figures { delivered_consumer_seq: 10, ..look(31, 30, 30, 0) };
         assert_eq!(bound(1, 10, 10).seen(purged), [Notice::Gone { from: 11, to: 30 }]);
         assert_eq!(bound(1, 10, 10).bound(purged, false), [Notice::Gone { from: 11, to: 30 }]);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_lost_its_tail_and_has_grown_past_it_before_the_next_look_shows_by_its_messages() {
+    fn a_stream_that_lost_its_tail_and_grew_past_it_shows_by_its_messages() {
         let mut positions = bound(1, 10, 10);
         let published = |stream_seq, published_ns| Position { published_ns, ..delivery(stream_seq, stream_seq) };
         assert!(!positions.delivered(published(8, 8)), "again, as it was");
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_floor_beyond_the_end_of_the_stream_is_said_when_it_is_no_matter_of_the_moment() {
+    fn a_floor_that_stays_beyond_the_end_of_the_stream_is_reported() {
         let ahead = Figures { floor: 12, ..look(1, 10, 12, 0) };
         let mut positions = Positions::default();
         assert_eq!(positions.bound(ahead, true), []);

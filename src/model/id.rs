@@ -94,7 +94,7 @@ impl Digest {
         Self(head(&hasher.finalize()))
     }
 
-    /// As it stands in a table. Any other length is no digest of ours, and equals none.
+    /// As it stands in a table. Any other length is not a digest of ours, and equals none.
     pub fn stored(bytes: &[u8]) -> Self {
         Self(bytes.try_into().unwrap_or_default())
     }

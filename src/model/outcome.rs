@@ -87,7 +87,7 @@ label! {
         Permanent = "permanent",
         /// A known message id came with another subject or payload: another order under a used id.
         Conflict = "conflict",
-        /// The id pointer or the handler needs JSON, and the payload is none.
+        /// The id pointer or the handler needs JSON, and the payload is not JSON.
         Undecodable = "undecodable",
         /// The client cannot parse its headers; it was fetched raw.
         Unreadable = "unreadable",
@@ -109,7 +109,7 @@ pub enum Acknowledgement {
     Nak { delay: Duration },
     /// Never deliver it again; the reason goes into the server's advisory.
     Term { reason: Reason },
-    /// Still at work: start `ack_wait` anew.
+    /// Still at work: `ack_wait` begins again.
     InProgress,
 }
 

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn clients_that_take_every_connection_and_say_nothing_make_room_for_one_that_asks() {
+    async fn clients_that_take_every_connection_make_room_for_one_that_asks() {
         let server = start().await;
         let mut silent = VecDeque::new();
         for _ in 0..4 * CONNECTIONS_MAX {

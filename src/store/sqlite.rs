@@ -349,7 +349,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(8))]
 
         #[test]
-        fn pruning_takes_the_oldest_ids_that_may_go_and_stops_at_the_first_that_may_not(
+        fn pruning_takes_the_oldest_ids_and_stops_at_the_first_that_must_stay(
             // Few values, so that the bounds themselves come up.
             steps in vec((vec((0..8_i64, 0..8_i64), 0..12), 0..9_i64, 0..9_u64, 0..9_i64, any::<bool>(), 1..14_u32), 12),
         ) {

@@ -18,7 +18,7 @@ use crate::telemetry::status::{Component, Problem, Status, listed};
 #[cfg(test)]
 mod tests;
 
-/// Work without a commit for this long is no progress. Twice the story's `ack_wait` of 30 s: by then everything that
+/// Work without a commit for this long is not progress. Twice the story's `ack_wait` of 30 s: by then everything that
 /// was held when the trouble began has been delivered again at least once, and still nothing came of it.
 pub const STALL: Duration = Duration::from_secs(60);
 

@@ -60,7 +60,7 @@ declare_metrics! {
     nats_errors: CounterBy<NatsErrorKind> = "order_processor_nats_errors_total",
         "Errors of the connection, of pulls and of requests to the server, by kind.";
     consumer_rebinds: Counter = "order_processor_consumer_rebinds_total",
-        "Times that the consumer was bound anew because it or its stream was deleted, recreated or reset.";
+        "Times that the consumer was bound again because it or its stream was deleted, recreated or reset.";
     messages_expired: Counter = "order_processor_messages_expired_total",
         "Messages that were gone from the stream, by its limits, a purge or a deletion, before they were processed.";
     stream_rewinds: Counter = "order_processor_stream_rewinds_total",

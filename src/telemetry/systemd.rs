@@ -84,7 +84,7 @@ impl Notifier {
             self.extended_at = None;
             states.push(NotifyState::Stopping);
         }
-        // A server that is down at boot is no reason to kill the unit; a start that hangs is. And a drain has its own
+        // A server that is down at boot is not a reason to kill the unit; a start that hangs is. And a drain has its own
         // deadline, `shutdown.timeout`, which may be longer than TimeoutStopSec.
         if (!self.ready || self.stopping) && live && self.is_due(self.extended_at, EXTENSION / 3, now) {
             self.extended_at = Some(now);

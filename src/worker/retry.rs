@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_become_shorter_when_parked_messages_take_more_than_half_of_the_places() {
+    fn delays_shorten_when_parked_messages_take_more_than_half_the_places() {
         let long = Duration::from_secs(100);
         let delay = |parked| RetryPolicy::crowded(long, parked, 10).as_secs();
         assert_eq!([1, 5, 6, 8, 10, 11].map(delay), [100, 100, 39, 6, 1, 1]);

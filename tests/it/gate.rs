@@ -47,7 +47,7 @@ async fn warned(spec: &DaemonSpec, words: &[&str]) {
 }
 
 #[tokio::test]
-async fn a_durable_that_the_server_deletes_is_refused_on_interest_retention_and_warned_of_elsewhere() {
+async fn a_durable_that_the_server_deletes_is_refused_on_interest_retention() {
     let fleeting = pull::Config { inactive_threshold: Duration::from_secs(3600), ..consumer_config() };
     let words = ["inactive_threshold 1h", "setup --update --unset inactive-threshold"];
     let (_server, _, spec) = bench(retained(RetentionPolicy::Interest), fleeting.clone()).await;
@@ -72,7 +72,7 @@ async fn an_inherited_inactive_threshold_is_refused_with_both_settings_to_remove
 }
 
 #[tokio::test]
-async fn a_consumer_in_memory_is_refused_on_interest_retention_because_a_restart_loses_its_orders() {
+async fn a_consumer_in_memory_is_refused_on_interest_retention() {
     let fleeting = pull::Config { memory_storage: true, ..consumer_config() };
     let (_server, _, spec) = bench(stream_config(), fleeting.clone()).await;
     warned(&spec, &["stored in memory"]).await;
@@ -109,7 +109,7 @@ async fn a_consumer_that_skips_orders_or_slows_them_down_is_warned_of() {
 }
 
 #[tokio::test]
-async fn stream_settings_that_remove_orders_or_add_what_is_not_an_order_are_warned_of() {
+async fn stream_settings_that_remove_or_add_orders_are_warned_of() {
     let stream = stream::Config {
         max_messages_per_subject: 10,
         allow_message_ttl: true,
@@ -124,7 +124,7 @@ async fn stream_settings_that_remove_orders_or_add_what_is_not_an_order_are_warn
 }
 
 #[tokio::test]
-async fn a_stream_that_refuses_new_messages_of_a_full_subject_removes_none_and_is_not_warned_of() {
+async fn a_stream_that_refuses_messages_of_a_full_subject_is_not_warned_of() {
     let stream = stream::Config {
         max_messages_per_subject: 10,
         discard: stream::DiscardPolicy::New,
@@ -148,7 +148,7 @@ async fn a_stream_with_sources_is_warned_of() {
 }
 
 #[tokio::test]
-async fn check_shows_what_a_running_daemon_reports_and_a_database_that_another_program_locks() {
+async fn check_shows_the_report_of_the_daemon_and_a_locked_database() {
     let (_server, broker, spec) = bench(stream_config(), consumer_config()).await;
     let mut worker = spec.start();
     worker.ready().await;

@@ -217,7 +217,7 @@ async fn a_lower_limit_that_deletes_messages_asks_first() {
 }
 
 #[tokio::test]
-async fn setup_keeps_to_the_streams_consumer_limits_and_never_makes_a_consumer_that_the_server_deletes() {
+async fn setup_keeps_to_the_streams_consumer_limits() {
     let server = NatsServer::start().await;
     let broker = Broker::connect(&server).await;
     let limits = |inactive_threshold| ConsumerLimits { inactive_threshold, max_ack_pending: 500 };

@@ -72,7 +72,7 @@ async fn letters(database: &Database, of: Pile) -> Vec<(String, String)> {
 }
 
 #[tokio::test]
-async fn a_claimed_id_is_known_with_its_digest_to_every_connection_and_after_a_restart() {
+async fn a_claimed_id_is_known_to_every_connection_and_after_a_restart() {
     for (_folder, database) in databases() {
         let mut store = open(&database).await;
         let (one, two) = (delivery("a", "1", 1), delivery("b", "2", 2));
@@ -119,7 +119,7 @@ async fn steps(tx: &mut Tx<'_>, order: &Delivery, broken: &Delivery, count: usiz
 }
 
 #[tokio::test]
-async fn a_transaction_that_ends_between_two_steps_did_nothing_and_one_that_commits_did_all() {
+async fn a_transaction_does_everything_or_nothing() {
     let (order, broken) = (delivery("a", "1", 1), delivery("b", "2", 2));
     for dropped_after in 0..=7 {
         for reopened in [false, true] {
@@ -266,7 +266,7 @@ async fn attempts_are_counted_until_the_outcome_and_a_retry_is_none() {
 }
 
 #[tokio::test]
-async fn a_statement_that_a_constraint_refuses_blames_its_data_and_leaves_the_store_usable() {
+async fn a_statement_that_a_constraint_refuses_blames_its_data() {
     for (_folder, database) in databases() {
         let mut store = open(&database).await;
         let mut tx = store.begin().await.unwrap();

@@ -173,7 +173,7 @@ fn retries_that_take_all_places_are_named() {
 }
 
 #[test]
-fn deliveries_that_nobody_here_holds_and_that_do_not_come_again_are_named_after_their_time() {
+fn deliveries_that_nobody_holds_are_named_after_their_time() {
     let (health, hand) = running();
     health.set_redelivery(Duration::from_secs(300));
     let away = |floor| ConsumerView { num_ack_pending: 3, ack_floor_consumer_seq: floor, ..view(0) };
