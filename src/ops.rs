@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, Write};
 
 use clap::builder::{BoolValueParser, TypedValueParser};
 
+pub mod adopt;
 pub mod audit;
 pub mod backup;
 pub mod check;

@@ -6,10 +6,11 @@
 
 use std::path::Path;
 
+pub use binding::{Bind, Binding, Unbound};
 pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
-pub use types::{Attempts, Claim, Contents, Counts, Direction, Gone, Holder, Presence, Prunable, Rows, Sizes};
+pub use types::{Attempts, Claim, Contents, Counts, Direction, Gone, Holder, Mark, Presence, Prunable, Rows, Sizes};
 
 use crate::config::Database;
 use crate::model::delivery::Delivery;
@@ -17,6 +18,7 @@ use crate::model::id::Digest;
 use crate::model::letter::{Closed, Envelope, Letter, Pile, Which};
 use crate::model::outcome::Outcome;
 
+mod binding;
 mod error;
 mod pause;
 pub mod sql;
@@ -113,6 +115,21 @@ impl Store {
     pub async fn upkeep(&mut self, prunable: Prunable, limit: u32) -> Result<(u64, Counts), Error> {
         match self {
             Self::Sqlite(store) => Ok((store.prune(prunable, limit).await?, store.counts().await?)),
+        }
+    }
+
+    /// Compares the consumer with the record of this database, and records the consumer if they belong together. Must be called at
+    /// every bind, before the first acknowledgement.
+    pub async fn bind(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
+        match self {
+            Self::Sqlite(store) => store.bind(bind).await,
+        }
+    }
+
+    /// Records that the consumer belongs to this database from now on, because an operator says so. Returns the record.
+    pub async fn adopt(&mut self, bind: &Bind) -> Result<Binding, Error> {
+        match self {
+            Self::Sqlite(store) => store.adopt(bind).await,
         }
     }
 
@@ -271,6 +288,20 @@ impl Reader {
     pub async fn other_ids(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Option<String>>, Error> {
         match self {
             Self::Sqlite(reader) => reader.other_ids(deliveries).await,
+        }
+    }
+
+    /// The consumer that the database belongs to; `None` in a database that was never bound.
+    pub async fn binding(&mut self) -> Result<Option<Binding>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.binding().await,
+        }
+    }
+
+    /// What [`Store::bind`] would answer. Records nothing.
+    pub async fn judge(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.judge(bind).await,
         }
     }
 

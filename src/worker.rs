@@ -9,6 +9,7 @@ pub mod survey;
 #[expect(clippy::module_inception, reason = "the room is named after its loop")]
 pub mod worker;
 
+mod bound;
 mod given_up;
 mod held;
 mod outage;

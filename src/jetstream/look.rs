@@ -12,7 +12,7 @@ use super::connection::CommandClient;
 use super::error::Error;
 use super::stored::{self, filters};
 use crate::config;
-use crate::model::time::unix_ns;
+use crate::model::time::{from_unix_ns, unix_ns};
 use crate::model::view::{ConsumerView, Incarnation};
 
 /// The longest wait for the age of the oldest message.
@@ -144,9 +144,9 @@ impl Snapshot {
             stream_last_seq: state.last_sequence,
             max_ack_pending: u64::try_from(consumer.config.max_ack_pending).ok().filter(|max| *max > 0),
             paused: consumer.paused,
-            // An empty stream reports a last message of the year 1.
-            last_published_at: UNIX_EPOCH
-                + Duration::from_nanos(unix_ns(state.last_timestamp.into()).max(0).unsigned_abs()),
+            // An empty stream reports a first and a last message of the year 1.
+            first_published_at: (state.messages > 0).then(|| from_unix_ns(unix_ns(state.first_timestamp.into()))),
+            last_published_at: from_unix_ns(unix_ns(state.last_timestamp.into())),
             oldest_published_at: match self.oldest {
                 Oldest::Published(at) => at,
                 Oldest::NotAsked | Oldest::Unknown => None,

@@ -12,14 +12,13 @@ pub const MESSAGE_ID_HEADER: &str = "Nats-Msg-Id";
 
 /// How message ids are made.
 ///
-/// The `Nats-Msg-Id` header; else the configured JSON pointer into the payload, scoped by subject; else the position in the
-/// stream. The position carries the stream's creation time and the message's own time, because a recreated stream starts
-/// again at 1 and a server that lost its tail uses sequences twice: a bare sequence would make a new order look processed.
+/// The `Nats-Msg-Id` header; otherwise the configured JSON pointer into the payload, scoped by subject; otherwise the place in the
+/// stream, `<stream>@<published, unix ns>:<stream_seq>`. A sequence alone does not identify a message: a recreated stream starts
+/// again at 1, and a server that lost its tail uses sequences twice. The published time tells such messages apart. The creation
+/// time of the stream must not be part of the id: a stream that is restored from a snapshot has another one, and the same messages.
 #[derive(Clone, Debug)]
 pub struct IdScheme {
     pub stream: String,
-    /// When the stream was created, in nanoseconds since 1970 UTC.
-    pub stream_created_ns: i64,
     /// An RFC 6901 pointer, already validated by the settings.
     pub pointer: Option<String>,
 }
@@ -44,7 +43,7 @@ impl IdScheme {
 
     pub(super) fn position(&self, raw: &Raw) -> Arc<str> {
         let Position { stream_seq, published_ns, .. } = raw.position;
-        format!("{}@{}:{stream_seq}:{published_ns}", self.stream, self.stream_created_ns).into()
+        format!("{}@{published_ns}:{stream_seq}", self.stream).into()
     }
 }
 
@@ -139,8 +138,7 @@ mod tests {
     }
 
     fn id(pointer: Option<&str>, raw: Raw) -> Result<String, String> {
-        let scheme =
-            IdScheme { stream: "ORDERS".into(), stream_created_ns: 42, pointer: pointer.map(ToOwned::to_owned) };
+        let scheme = IdScheme { stream: "ORDERS".into(), pointer: pointer.map(ToOwned::to_owned) };
         let delivery = Delivery::new(raw, &scheme);
         match delivery.defect {
             None => Ok(delivery.id.to_string()),
@@ -148,7 +146,7 @@ mod tests {
         }
     }
 
-    const POSITION: &str = "ORDERS@42:7:1700000000000000001";
+    const POSITION: &str = "ORDERS@1700000000000000001:7";
 
     #[test]
     fn header_wins_over_pointer() {
@@ -206,7 +204,7 @@ mod tests {
     enum Source {
         Header(String),
         Pointer { subject: String, value: String },
-        Position { stream: String, created_ns: i64, seq: u64, published_ns: i64 },
+        Position { stream: String, seq: u64, published_ns: i64 },
     }
 
     prop_compose! {
@@ -214,7 +212,6 @@ mod tests {
         fn messages()(
             // The separators of an id are in what it is made of.
             stream in select(vec!["A", "A@1", "A:1"]),
-            created_ns in prop_oneof![-1..3_i64, Just(i64::MAX)],
             subject in select(vec!["A.x", "A.x.1"]),
             header in proptest::option::weighted(0.3, select(vec!["", "h", "h 1", "é"])),
             value in proptest::option::weighted(0.8, select(vec!["", "1", "1 1", "1.1"])),
@@ -232,7 +229,7 @@ mod tests {
             let source = match (header.filter(|id| !id.is_empty()), value.filter(|id| !id.is_empty())) {
                 (Some(header), _) => Source::Header(header.to_owned()),
                 (None, Some(value)) => Source::Pointer { subject: subject.clone(), value: value.to_owned() },
-                (None, None) => Source::Position { stream: stream.clone(), created_ns, seq, published_ns },
+                (None, None) => Source::Position { stream: stream.clone(), seq, published_ns },
             };
             let raw = Raw {
                 subject: subject.into(),
@@ -241,7 +238,7 @@ mod tests {
                 position: Position { delivered: 1, stream_seq: seq, consumer_seq: 1, published_ns },
                 unreadable: None,
             };
-            (raw, IdScheme { stream, stream_created_ns: created_ns, pointer: Some("/id".into()) }, source)
+            (raw, IdScheme { stream, pointer: Some("/id".into()) }, source)
         }
     }
 
@@ -308,7 +305,7 @@ mod tests {
 
         #[test]
         fn no_payload_and_no_pointer_is_too_strange(payload in vec(any::<u8>(), 0..20), pointer in "[/~01a]{0,6}") {
-            let scheme = IdScheme { stream: "A".into(), stream_created_ns: 1, pointer: Some(pointer) };
+            let scheme = IdScheme { stream: "A".into(), pointer: Some(pointer) };
             let position = Position { delivered: 1, stream_seq: 1, consumer_seq: 1, published_ns: 1 };
             let raw = Raw { subject: "A.x".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
             prop_assert!(!Delivery::new(raw, &scheme).id.is_empty());

@@ -20,6 +20,9 @@ pub struct ConsumerView {
     pub stream_last_seq: u64,
     pub max_ack_pending: Option<u64>,
     pub paused: bool,
+    /// When the first message of the stream was published; `None` for an empty stream.
+    #[serde(skip)]
+    pub first_published_at: Option<SystemTime>,
     /// When the stream last stored a message, by the server's clock.
     #[serde(serialize_with = "time::serialize")]
     pub last_published_at: SystemTime,

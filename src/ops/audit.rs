@@ -22,7 +22,7 @@ use crate::model::outcome::Outcome;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::ops::{Format, json_flag, signals};
-use crate::store::{self, Claim, ErrorClass, Holder, OpenError, Reader, Store};
+use crate::store::{self, Bind, Claim, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
 use crate::worker::inbox::Inbox;
 use crate::worker::retry::RetryPolicy;
 
@@ -67,6 +67,8 @@ pub enum AuditError {
     Bind(#[from] jetstream::Error),
     #[error(transparent)]
     Open(#[from] OpenError),
+    #[error(transparent)]
+    Unbound(Unbound),
     #[error("cannot listen for signals")]
     Signals(#[source] io::Error),
     #[error("stopped before message {next}: {reason}; continue with `order-processor audit --from {next}`")]
@@ -116,13 +118,29 @@ async fn audit(
     // The floor first and the ids after it: what the floor has passed was in the database by then.
     let visit = connection::connect_command(&config.nats).await?;
     let found = look_for_command(&visit, &config.consumer).await?;
+    let bind = Bind::of(&config.consumer, &found.view());
+    let record = lookup.binding().await.map_err(|source| AuditError::Database { next: 1, source })?;
+    // A database that has no record of the consumer is what an audit may repair. One of another consumer is not.
+    match bind.judge(record.as_ref(), &[]) {
+        Err(refusal @ Unbound::Other { .. }) => return Err(AuditError::Unbound(refusal)),
+        Ok(()) | Err(Unbound::Unknown { .. } | Unbound::Pruned { .. }) => {}
+    }
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
-    let scope = Scope::of(&config, &found, args.from, oldest);
+    let from = args.from;
+    let scope = Scope::of(&config, &found, from, oldest);
     let mut report = Report::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
     let mut audit = Audit { next: scope.from, config, stream, scope, lookup, inbox, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let closed = match audit.inbox.take() {
+        // Everything that the stream still has up to the ack floor is in this database now.
+        Some(mut inbox) if ended.is_ok() && from.is_none() && record.is_none() => {
+            let repaired = Bind { floor_stream_seq: 0, ..bind };
+            match inbox.store().adopt(&repaired).await {
+                Ok(_) => inbox.close().await,
+                Err(error) => Err(error),
+            }
+        }
         Some(inbox) => inbox.close().await,
         None => Ok(()),
     };
@@ -190,11 +208,8 @@ impl Audit {
         if self.scope.is_empty() {
             return Ok(());
         }
-        let scheme = IdScheme {
-            stream: self.config.consumer.stream.clone(),
-            stream_created_ns: self.stream.created_ns,
-            pointer: self.config.inbox.id_pointer.clone(),
-        };
+        let scheme =
+            IdScheme { stream: self.config.consumer.stream.clone(), pointer: self.config.inbox.id_pointer.clone() };
         let walk = Walk::new(self.config.clone(), found, self.scope.from, self.scope.to, patience).await?;
         let (chunks, mut read) = mpsc::channel(AHEAD);
         let reading = tokio::spawn(read_ahead(walk, scheme, chunks, self.stop.clone()));

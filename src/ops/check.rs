@@ -9,7 +9,8 @@ use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::look_for_command;
 use crate::jetstream::{connection, other_pulls, permissions};
 use crate::model::text::chain;
-use crate::store::{self, Presence};
+use crate::model::view::ConsumerView;
+use crate::store::{self, Bind, OpenError, Presence, Reader};
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,12 +26,12 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
     let mut report = Report { out, verdict: Verdict::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     report.good("config", "every setting is valid")?;
-    let mut num_waiting = 0;
+    let mut view = None;
     match connection::connect_command(&config.nats).await {
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
             report.good("connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
-            num_waiting = report.consumer(config, &visit).await?;
+            view = report.consumer(config, &visit).await?;
         }
         Err(error) => {
             report.bad("connection", &chain(&error))?;
@@ -40,8 +41,8 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
             }
         }
     }
-    report.daemon(config, num_waiting).await?;
-    report.database(config).await?;
+    report.daemon(config, view.as_ref().map_or(0, |view| view.num_waiting)).await?;
+    report.database(config, view.map(|view| Bind::of(&config.consumer, &view))).await?;
     match store::paused(&config.database) {
         Ok(Some(pause)) => report.warn(&format!("paused {pause}; `order-processor resume` ends it"))?,
         Ok(None) => {}
@@ -71,11 +72,11 @@ impl<W: Write> Report<'_, W> {
         writeln!(self.out, "FAIL  {what:<11} {text}")
     }
 
-    /// How many pulls are open on it.
-    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<u64> {
+    /// What the server reports of the consumer, if there is one.
+    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<Option<ConsumerView>> {
         let found = match look_for_command(visit, &config.consumer).await {
             Ok(found) => found,
-            Err(error) => return self.bad("consumer", &chain(&error)).map(|()| 0),
+            Err(error) => return self.bad("consumer", &chain(&error)).map(|()| None),
         };
         let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
         if findings.iter().all(|finding| finding.severity == Severity::Warned) {
@@ -100,7 +101,7 @@ impl<W: Write> Report<'_, W> {
                 self.bad("permissions", &format!("to {what}: {}", chain(&error)))?;
             }
         }
-        Ok(found.consumer.num_waiting as u64)
+        Ok(Some(found.view()))
     }
 
     /// A daemon that runs knows more than a look from outside.
@@ -125,10 +126,15 @@ impl<W: Write> Report<'_, W> {
         }
     }
 
-    async fn database(&mut self, config: &Config) -> io::Result<()> {
+    async fn database(&mut self, config: &Config, bind: Option<Bind>) -> io::Result<()> {
         let database = &config.database;
-        let holder = store::holder(database);
-        match (store::check(database).await, holder) {
+        let (presence, holder) = (store::check(database).await, store::holder(database));
+        if let (Ok(presence), Some(bind)) = (&presence, bind)
+            && let Err(refusal) = judge(config, *presence, &bind).await
+        {
+            return self.bad("database", &refusal);
+        }
+        match (presence, holder) {
             (Err(error), _) | (Ok(_), Err(error)) => self.bad("database", &chain(&error)),
             (Ok(Presence::Exists), Ok(_)) => self.good("database", &database.to_string()),
             (Ok(Presence::WillBeCreated), Ok(None)) => self.good("database", &format!("{database} will be created")),
@@ -140,4 +146,18 @@ impl<W: Write> Report<'_, W> {
             ),
         }
     }
+}
+
+/// Whether the database belongs to the consumer.
+async fn judge(config: &Config, presence: Presence, bind: &Bind) -> Result<(), String> {
+    let judged = match presence {
+        Presence::WillBeCreated => bind.judge(None, &[]),
+        Presence::Exists => match Reader::open(&config.database).await {
+            Ok(mut reader) => reader.judge(bind).await.map_err(|error| chain(&error))?,
+            // The daemon updates the schema first, and this command changes nothing.
+            Err(OpenError::Older(_)) => Ok(()),
+            Err(error) => return Err(chain(&error)),
+        },
+    };
+    judged.map_err(|refusal| format!("{}: {refusal}", config.database))
 }

@@ -10,6 +10,7 @@ use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 use crate::config::{Config, Loaded, LogFormat};
 use crate::handler::Handler;
 use crate::model::text::{chain, printable};
+use crate::ops::adopt::AdoptArgs;
 use crate::ops::audit::AuditArgs;
 use crate::ops::backup::BackupArgs;
 use crate::ops::completions::CompletionsArgs;
@@ -22,8 +23,8 @@ use crate::ops::setup::SetupArgs;
 use crate::ops::status::StatusArgs;
 use crate::ops::teardown::TeardownArgs;
 use crate::ops::{
-    Format, audit, backup, check, completions, config, dead_letters, healthcheck, json_flag, man, pause, publish,
-    reference, run, setup, status, teardown,
+    Format, adopt, audit, backup, check, completions, config, dead_letters, healthcheck, json_flag, man, pause,
+    publish, reference, run, setup, status, teardown,
 };
 use crate::telemetry::log;
 use crate::worker::worker::Until;
@@ -64,6 +65,8 @@ enum Command {
     Publish(PublishArgs),
     /// Show ack floor, pending, redelivered, processed and dead letters; exit 1 if a problem is listed
     Status(StatusArgs),
+    /// Record that the consumer belongs to this database although another program has processed its orders so far (asks first)
+    Adopt(AdoptArgs),
     /// Find messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there are any
     #[command(after_help = audit::AFTER_HELP)]
     Audit(AuditArgs),
@@ -188,6 +191,7 @@ async fn dispatch(
             }
             ended(status::run(&settings, args, &mut out).await.map_err(OutputError::from))
         }
+        Command::Adopt(args) => ended(adopt::run(&settings, args, &mut out).await),
         Command::Audit(args) => ended(audit::run(settings, Arc::new(handler), args, &mut out).await),
         Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, &handler, &mut out).await),
         Command::Backup(args) => ended(backup::run(&settings, args, &mut out).await),

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::io;
 use std::process::ExitCode;
 
+use crate::ops::adopt::AdoptError;
 use crate::ops::audit::AuditError;
 use crate::ops::backup::BackupError;
 use crate::ops::check::Verdict;
@@ -110,7 +111,7 @@ impl CommandError for ShiftError {
         match self {
             Self::Paused(_) => Exit::Operator,
             Self::Open(error) => error.exit(),
-            Self::Worker(WorkerError::Refused(_) | WorkerError::Corrupt(_)) => Exit::Operator,
+            Self::Worker(WorkerError::Refused(_) | WorkerError::Unbound(_) | WorkerError::Corrupt(_)) => Exit::Operator,
             Self::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_)) => Exit::Failed,
         }
     }
@@ -122,11 +123,24 @@ impl CommandError for OpenError {
     }
 }
 
+impl CommandError for AdoptError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Open(error) => error.exit(),
+            Self::Connect(error) if error.is_about_settings() => Exit::Operator,
+            Self::NotConfirmed(_) => Exit::Operator,
+            Self::Output(error) => unwritten(error),
+            Self::Connect(_) | Self::Server(_) | Self::Store(_) | Self::Declined => Exit::Failed,
+        }
+    }
+}
+
 impl CommandError for AuditError {
     fn exit(&self) -> Exit {
         match self {
             Self::Open(error) => error.exit(),
             Self::Connect(error) if error.is_about_settings() => Exit::Operator,
+            Self::Unbound(_) => Exit::Operator,
             Self::Output(error) => unwritten(error),
             Self::Connect(_)
             | Self::Bind(_)

@@ -17,7 +17,7 @@ use crate::jetstream::other_pulls;
 use crate::model::text::{chain, json, printable};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::ops::{Format, json_flag};
-use crate::store::{self, Counts, OpenError, Pause, Reader};
+use crate::store::{self, Bind, Counts, OpenError, Pause, Reader, Unbound};
 use crate::telemetry::status;
 
 mod screen;
@@ -119,6 +119,11 @@ impl Observer<'_> {
         let mut problems = Vec::new();
         let found = found.map_err(|problem| problems.push(problem)).ok();
         if let Some(found) = &found {
+            let bind = Bind::of(&config.consumer, &found.view());
+            // Why the database cannot be read is a problem that `counts` has found.
+            if let Ok(Err(refusal)) = judge(&config.database, &bind).await {
+                problems.push(refusal.to_string());
+            }
             let findings = gate::examine(&found.stream, &found.consumer, Expectations::of(config));
             let refused = findings.into_iter().filter(|finding| finding.severity == Severity::Refused);
             problems.extend(refused.map(|finding| finding.text));
@@ -179,6 +184,12 @@ pub(super) async fn daemon(listen: SocketAddr) -> Result<Option<status::Status>,
         Err(HealthcheckError::Connect { .. }) => Ok(None),
         Err(error) => Err(chain(&error)),
     }
+}
+
+/// Whether the database belongs to the consumer.
+async fn judge(database: &Database, bind: &Bind) -> Result<Result<(), Unbound>, OpenError> {
+    let judged = Reader::open(database).await?.judge(bind).await;
+    judged.map_err(|source| OpenError::database(database, source))
 }
 
 async fn counts(database: &Database) -> Result<Counts, OpenError> {

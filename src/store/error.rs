@@ -59,11 +59,11 @@ impl Error {
 /// Why the database could not be opened. All but the last are for the operator to mend.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    #[error("database folder {} does not exist; create it, or change database.url", .0.display())]
+    #[error("database folder {} does not exist; mount its disk, create the folder or correct database.url", .0.display())]
     MissingFolder(PathBuf),
-    #[error("{} is no SQLite database; move it away, or change database.url", .0.display())]
+    #[error("{} is not an SQLite database; correct database.url, or move the file away", .0.display())]
     NotADatabase(PathBuf),
-    #[error("{} holds another program's tables; change database.url", .0.display())]
+    #[error("{} contains the tables of another program; correct database.url", .0.display())]
     NotOurs(PathBuf),
     #[error(
         "{} was written by a newer version of order-processor (migration {version}); start that version, or restore a backup from before the upgrade",
@@ -75,24 +75,24 @@ pub enum OpenError {
         path.display()
     )]
     Foreign { path: PathBuf, version: i64 },
-    #[error("no database at {} yet; `order-processor run` makes it, or change database.url", .0.display())]
+    #[error("no database at {} yet; the daemon creates it at its first start; if it runs already, use its settings", .0.display())]
     Missing(PathBuf),
-    #[error("{} was written by an older version of order-processor; start the daemon once, which brings it up to date", .0.display())]
+    #[error("{} was written by an older version of order-processor; start the daemon once, which updates it", .0.display())]
     Older(PathBuf),
     #[error("{} is in use by {holder}; stop that process", path.display())]
     Held { path: PathBuf, holder: Holder },
     #[error(
-        "cannot enter {} (permission denied); run this as the daemon's user (`sudo -u USER`), or give this user access",
+        "cannot enter {} (permission denied); run this as the user of the daemon (`sudo -u USER`), or give this user access",
         .0.display()
     )]
     NoEntry(PathBuf),
     #[error(
-        "{} cannot be read by this user (permission denied); run this as the daemon's user (`sudo -u USER`), or let that \
-         user own the file",
+        "{} cannot be read by this user (permission denied); run this as the user of the daemon (`sudo -u USER`), or make that \
+         user the owner of the file",
         .0.display()
     )]
     NotReadable(PathBuf),
-    #[error("{} cannot be written; let the daemon's user write it, or change database.url", path.display())]
+    #[error("{} cannot be written; give the user of the daemon write access", path.display())]
     NotWritable {
         path: PathBuf,
         #[source]

@@ -16,7 +16,7 @@ use self::lock::Lock;
 use self::open::{acquire, connect, create, identity, missing_file, options, unusable};
 use self::open::{beside, is_there, require_beside, require_folder, require_known_schema, require_sqlite};
 use self::reader::counts;
-use self::sql::{failed, to_i64};
+use self::sql::failed;
 use super::{Counts, Error, ErrorClass, OpenError, Prunable, Sizes};
 
 pub use self::open::check;
@@ -24,11 +24,13 @@ pub use self::reader::Reader;
 pub use self::tx::Tx;
 
 pub mod backup;
+mod binding;
 mod ids;
 mod letters;
 pub mod lock;
 mod open;
 pub mod pause;
+mod prune;
 mod reader;
 mod sql;
 mod tx;
@@ -255,24 +257,15 @@ impl Store {
         const DOING: &str = "pruning ids";
         let mut tx = self.begin().await?;
         tx.forget_old_attempts(prunable.before_ns, limit).await?;
-        let Prunable { before_ns, gone } = prunable;
-        let last: Option<i64> = sqlx::query_scalar(
-            "WITH oldest AS (SELECT row, processed_at, stream_seq FROM processed_ids ORDER BY row LIMIT ?1), \
-             kept AS (SELECT min(row) AS first FROM oldest \
-             WHERE NOT (processed_at < ?2 AND (stream_seq < ?3 OR processed_at < ?4))) \
-             SELECT max(row) FROM oldest, kept WHERE first IS NULL OR row < first",
-        )
-        .bind(limit)
-        .bind(before_ns)
-        .bind(gone.map_or(i64::MAX, |gone| to_i64(gone.below_seq)))
-        .bind(gone.map_or(i64::MAX, |gone| gone.stream_created_ns))
-        .fetch_one(&mut *tx.connection)
-        .await
-        .map_err(|source| tx.fail(DOING, source))?;
-        let Some(last) = last else {
+        let found = prune::find(tx.connection, prunable, limit).await.map_err(|source| tx.fail(DOING, source))?;
+        let Some(going) = found else {
             tx.commit().await?;
             return Ok(0);
         };
+        if let Some(gone) = prunable.gone {
+            going.mark(tx.connection, gone).await.map_err(|source| tx.fail(DOING, source))?;
+        }
+        let last = going.last_row;
         let pruned = sqlx::query("DELETE FROM processed_ids WHERE row <= ?")
             .bind(last)
             .execute(&mut *tx.connection)
@@ -312,61 +305,4 @@ async fn begin(connection: &mut SqliteConnection, how: &str) -> Result<i64, Erro
     let sql = AssertSqlSafe(format!("{how}; PRAGMA data_version"));
     let data_version = sqlx::query_scalar(sql).fetch_one(connection).await;
     data_version.map_err(|source| failed("beginning a transaction", source))
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::collection::vec;
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::store::Gone;
-
-    /// The rows that are left of `rows` (processed at, stream sequence) after one step of pruning a real file.
-    async fn pruned(store: &mut Store, rows: &[(i64, i64)], prunable: Prunable, limit: u32) -> (u64, Vec<(i64, i64)>) {
-        let mut tx = store.begin().await.unwrap();
-        sqlx::query("DELETE FROM processed_ids").execute(tx.connection()).await.unwrap();
-        for (at, seq) in rows {
-            sqlx::query("INSERT INTO processed_ids (id, stream_seq, digest, processed_at) VALUES (hex(randomblob(8)), ?, x'00', ?)")
-                .bind(seq)
-                .bind(at)
-                .execute(tx.connection())
-                .await
-                .unwrap();
-        }
-        tx.commit().await.unwrap();
-        let went = store.prune(prunable, limit).await.unwrap();
-        let mut tx = store.begin().await.unwrap();
-        let left = sqlx::query_as("SELECT processed_at, stream_seq FROM processed_ids ORDER BY row");
-        let left = left.fetch_all(tx.connection()).await.unwrap();
-        tx.commit().await.unwrap();
-        let counts = store.counts().await.unwrap();
-        assert_eq!(counts.processed_ids, left.len() as u64, "counted by rowid");
-        (went, left)
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(8))]
-
-        #[test]
-        fn pruning_takes_the_oldest_ids_and_stops_at_the_first_that_must_stay(
-            // Few values, so that the bounds themselves come up.
-            steps in vec((vec((0..8_i64, 0..8_i64), 0..12), 0..9_i64, 0..9_u64, 0..9_i64, any::<bool>(), 1..14_u32), 12),
-        ) {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            let folder = tempfile::tempdir().unwrap();
-            let mut store = runtime.block_on(Store::open(&folder.path().join("orders.db"))).unwrap();
-            for (rows, before_ns, below_seq, stream_created_ns, auto, limit) in steps {
-                let prunable = Prunable { before_ns, gone: auto.then_some(Gone { below_seq, stream_created_ns }) };
-                let may_go = |(at, seq): &&(i64, i64)| {
-                    let elsewhere = *at < stream_created_ns || seq.unsigned_abs() < below_seq;
-                    *at < before_ns && (!auto || elsewhere)
-                };
-                let going = rows.iter().take_while(may_go).count().min(limit as usize);
-                let (went, left) = runtime.block_on(pruned(&mut store, &rows, prunable, limit));
-                prop_assert_eq!(went, going as u64);
-                prop_assert_eq!(&left[..], &rows[going..]);
-            }
-        }
-    }
 }

@@ -53,9 +53,19 @@ pub struct Prunable {
 /// What a stream no longer holds.
 #[derive(Clone, Copy, Debug)]
 pub struct Gone {
+    /// Its first sequence. Every message below it was published before `published_before_ns`.
     pub below_seq: u64,
-    /// What was processed before the stream was created belongs to a former stream, whatever its sequence.
-    pub stream_created_ns: i64,
+    pub published_before_ns: i64,
+    /// A message that was processed before this belongs to a former stream, whatever its sequence.
+    pub processed_before_ns: i64,
+}
+
+/// Up to where ids were deleted: a message that is below the sequence and was published before the time may have been processed
+/// although its id is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    pub below_seq: u64,
+    pub before_ns: i64,
 }
 
 /// Row counts for operators.

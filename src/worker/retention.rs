@@ -10,20 +10,29 @@ use crate::store::{Gone, Prunable};
 /// `inbox.retention = "auto"` keeps ids at least this long: publishers repeat messages without the server's help.
 const RETENTION_MIN: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
-/// The ids that may be deleted now.
-pub fn prunable(retention: Retention, view: Option<&ConsumerView>, stream_created_ns: i64) -> Prunable {
-    let (age, gone) = match retention {
-        // The server can deliver again what the stream still has, for example after a reset of the consumer.
-        Retention::Auto => {
-            let below_seq = view.map_or(0, |view| view.stream_first_seq);
-            (RETENTION_MIN, Some(Gone { below_seq, stream_created_ns }))
-        }
-        Retention::For(age) => (age, None),
-    };
+/// How far the clocks of a server cluster and of this machine may be apart: a message may be stored with an earlier time than the
+/// message before it.
+const SKEW_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The ids that may be deleted now. An id whose message the stream still has is never one of them: the server can deliver the
+/// message again, for example after a reset of the consumer.
+pub fn prunable(retention: Retention, view: Option<&ConsumerView>) -> Prunable {
     // The earlier one of our clock and the stream's: a clock that jumps ahead must not make an id look old.
     let last_published_at = view.map_or(SystemTime::UNIX_EPOCH, |view| view.last_published_at);
     let now = SystemTime::now().min(last_published_at);
-    Prunable { before_ns: now.checked_sub(age).map_or(0, unix_ns), gone }
+    let before = |time: SystemTime, age| time.checked_sub(age).map_or(0, unix_ns);
+    match (retention, view) {
+        (Retention::For(age), _) => Prunable { before_ns: before(now, age), gone: None },
+        (Retention::Auto, None) => Prunable { before_ns: 0, gone: None },
+        (Retention::Auto, Some(view)) => {
+            let gone = Gone {
+                below_seq: view.stream_first_seq,
+                published_before_ns: unix_ns(view.first_published_at.unwrap_or(last_published_at)),
+                processed_before_ns: view.first_published_at.map_or(0, |first| before(first.min(now), SKEW_MAX)),
+            };
+            Prunable { before_ns: before(now, RETENTION_MIN), gone: Some(gone) }
+        }
+    }
 }
 
 /// The database has the id of every processed message that was published at or after this time.

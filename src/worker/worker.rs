@@ -15,6 +15,7 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
+use super::bound::Bound;
 use super::given_up::{self, GivenUp, ToDo};
 use super::held::Held;
 use super::outage::Outages;
@@ -30,7 +31,7 @@ use crate::model::id::IdScheme;
 use crate::model::label::Label;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome, Reason};
 use crate::model::view::ConsumerView;
-use crate::store::{self, Counts, Store};
+use crate::store::{self, Bind, Counts, Store, Unbound};
 use crate::telemetry::metrics::SeenBy;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::inbox::{Inbox, Outcomes};
@@ -75,6 +76,9 @@ pub enum WorkerError {
     /// The operator has to change the consumer or the settings.
     #[error(transparent)]
     Refused(jetstream::Error),
+    /// The operator has to give the daemon the database of its consumer.
+    #[error(transparent)]
+    Unbound(Unbound),
     /// The operator has to restore a backup.
     #[error("the database is damaged; stop, keep the file, and restore a backup")]
     Corrupt(#[source] store::Error),
@@ -99,6 +103,7 @@ pub struct Worker {
     parked: Parked,
     writer: Writer,
     outages: Outages,
+    bound: Bound,
     /// Makes the running job stop at the next message. Cancelled when the drain begins.
     hurry: CancellationToken,
     /// Ends the running job at once, undone. Cancelled at the drain's deadline.
@@ -129,6 +134,7 @@ struct Done {
 enum Work {
     Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
     Upkeep(Result<(u64, Counts), store::Error>),
+    Bind { bind: Bind, result: Result<Result<(), Unbound>, store::Error> },
 }
 
 impl Worker {
@@ -145,16 +151,13 @@ impl Worker {
             consumer: Consumer::new(config.clone(), telemetry.clone(), info_every),
             limits: None,
             view: None,
-            scheme: IdScheme {
-                stream: config.consumer.stream.clone(),
-                stream_created_ns: 0,
-                pointer: config.inbox.id_pointer.clone(),
-            },
+            scheme: IdScheme { stream: config.consumer.stream.clone(), pointer: config.inbox.id_pointer.clone() },
             waiting: Waiting::default(),
             held: Held::default(),
             parked: Parked::default(),
             writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
             outages: Outages::default(),
+            bound: Bound::default(),
             hurry: CancellationToken::new(),
             cut: CancellationToken::new(),
             tick: ticks(TICK_MAX),
@@ -195,7 +198,7 @@ impl Worker {
                 () = stop.cancelled() => return Ok(Ended::Done),
                 () = &mut pause => return Ok(Ended::Paused),
                 Some(done) = self.writer.done() => self.finish_job(done?).await?,
-                Some(ended) = OptionFuture::from(self.given_up.running()) => self.surveyed(ended).await,
+                Some(ended) = OptionFuture::from(self.given_up.running()), if self.bound.is_accepted() => self.surveyed(ended).await,
                 _ = self.tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
@@ -215,7 +218,7 @@ impl Worker {
 
     /// How much may be requested from the server: nothing while the database or the handler cannot work.
     fn room(&self) -> Room {
-        if self.outages.retry_at().is_some() {
+        if self.outages.retry_at().is_some() || !self.bound.is_accepted() {
             return Room { messages: 0, bytes: 0 };
         }
         let batch = &self.config.batch;
@@ -245,6 +248,20 @@ impl Worker {
             return;
         }
         let Some(mut inbox) = self.writer.take() else { return };
+        if let Some(bind) = self.bound.due() {
+            self.writer = Writer::Busy(tokio::spawn(async move {
+                let result = inbox.store().bind(&bind).await;
+                if let Err(error) = &result {
+                    inbox.store().give_up(error).await;
+                }
+                Done { inbox, work: Work::Bind { bind, result } }
+            }));
+            return;
+        }
+        if !self.bound.is_accepted() {
+            self.writer = Writer::Free(inbox);
+            return;
+        }
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
         self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
@@ -257,7 +274,7 @@ impl Worker {
             }))
         } else if self.view.is_some() && self.upkeep_due <= now {
             let retention = self.config.inbox.retention;
-            let prunable = retention::prunable(retention, self.view.as_ref(), self.scheme.stream_created_ns);
+            let prunable = retention::prunable(retention, self.view.as_ref());
             Writer::Busy(tokio::spawn(async move {
                 let result = inbox.store().upkeep(prunable, PRUNE_STEP).await;
                 if let Err(error) = &result {
@@ -294,7 +311,11 @@ impl Worker {
                 let more = pruned == u64::from(PRUNE_STEP);
                 self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
-            Work::Upkeep(Err(error)) => {
+            Work::Bind { bind, result: Ok(answer) } => {
+                self.outages.database_works(&self.telemetry);
+                self.bound.answered(&bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
+            }
+            Work::Upkeep(Err(error)) | Work::Bind { result: Err(error), .. } => {
                 self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)?
             }
         }
@@ -442,9 +463,9 @@ impl Worker {
                 }
             }
         }
-        self.scheme.stream_created_ns = stream_created_ns;
         self.receive(current);
         self.given_up.bound(&view);
+        self.bound.bound(&self.config.consumer, &view);
         self.seen(view, Some(limits));
     }
 
@@ -459,6 +480,7 @@ impl Worker {
             self.held.cut_after(last_seq);
             self.parked.cut_after(last_seq);
         }
+        self.bound.seen(&self.config.consumer, &view);
         self.parked.seen(&view, self.limits.as_ref(), &self.telemetry);
         if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
             tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
@@ -520,7 +542,10 @@ impl Worker {
 
     fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        let at_rest = self.held.is_empty() && matches!(self.writer, Writer::Free(_)) && self.given_up.is_at_rest();
+        let at_rest = self.held.is_empty()
+            && self.bound.is_accepted()
+            && matches!(self.writer, Writer::Free(_))
+            && self.given_up.is_at_rest();
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 

@@ -442,7 +442,7 @@ async fn processed_one_by_one(orders: u64) -> (NatsServer, Broker, DaemonSpec) {
 fn is_told_of_another_stream(finished: &Finished) {
     assert_eq!((finished.code, summary(finished)["complete"].as_bool()), (Some(1), Some(false)), "{finished:?}");
     let said: Vec<_> = finished.stderr.lines().filter(|line| line.starts_with("order-processor: ")).collect();
-    assert!(said.len() == 1 && said[0].contains("deleted or created anew"), "{finished:?}");
+    assert!(said.len() == 1 && said[0].contains("deleted or recreated"), "{finished:?}");
 }
 
 /// A repair whose handler takes a while, after its first batch.

@@ -442,7 +442,7 @@ async fn without_a_database_of_this_version_each_command_says_so_on_one_line() {
     all_say("newer").await;
     writer.close().await.unwrap();
     std::fs::write(spec.database(), "not a database").unwrap();
-    all_say("is no SQLite database").await;
+    all_say("is not an SQLite database").await;
 }
 
 #[tokio::test]

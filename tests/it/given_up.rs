@@ -226,6 +226,7 @@ async fn a_database_that_knows_less_guesses_nothing() {
     three_elsewhere_and_the_fourth_given_up(&server, &broker).await;
 
     let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["adopt", "--yes"]).await;
     let mut worker = spec.start();
     worker.logged(&["ERROR", "which ones were lost cannot be told", "order-processor audit"]).await;
     broker.publish("Order Data 5").await;
@@ -290,6 +291,7 @@ async fn orders_of_another_database_are_not_given_up() {
     DaemonSpec::new(server.url()).run_ok(&["run", "--until-idle"]).await;
     broker.publish("Order Data 2").await;
     let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["adopt", "--yes"]).await;
     spec.run_ok(&["run", "--until-idle"]).await;
 
     // Given up is one, and this database does not know one: not the same.
@@ -320,6 +322,7 @@ async fn unknown_orders_are_not_guessed_while_pending() {
 
     // Two given up, one pending, and one below the ack floor that this database does not know.
     let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["adopt", "--yes"]).await;
     let worker = spec.start();
     worker.logged(&["ERROR", "nothing of some of the messages 1 to 1", "pending"]).await;
     assert_eq!(spec.db().count("dead_letters").await, 0);
@@ -336,6 +339,7 @@ async fn pending_orders_are_not_given_up() {
     broker.take_one().await;
 
     let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["adopt", "--yes"]).await;
     let mut worker = spec.start();
     worker.logged(&["ERROR", "cannot find", "pending", "order-processor audit"]).await;
     spec.db().has("orders", 1).await;
@@ -375,6 +379,7 @@ async fn a_later_one_is_found_although_earlier_ones_are_unknown() {
         Broker::with_restricted_worker(r#"allow: ["$JS.API.>", "$JS.ACK.>"]"#, six_deliveries()).await;
     three_elsewhere_and_the_fourth_given_up(&server, &broker).await;
     let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["adopt", "--yes"]).await;
     let mut worker = spec.start();
     worker.logged(&["ERROR", "messages 1 to 4", "which ones were lost cannot be told"]).await;
 

@@ -56,7 +56,10 @@ async fn old_ids_go_in_small_steps_after_their_messages_and_not_before() {
 
     let week_ago = spec.db().scalar("SELECT max(processed_at) FROM processed_ids").await - 7 * DAY_NS;
     let mut store = Store::open(&Database::Sqlite(spec.database())).await.unwrap();
-    let gone = |below_seq| Prunable { before_ns: week_ago, gone: Some(Gone { below_seq, stream_created_ns: 0 }) };
+    let gone = |below_seq| Prunable {
+        before_ns: week_ago,
+        gone: Some(Gone { below_seq, published_before_ns: week_ago, processed_before_ns: 0 }),
+    };
     let mut steps = Vec::new();
     for below_seq in [0, 1_101, 1_101, 1_101, 1_101, 2_000, 2_000] {
         steps.push(store.upkeep(gone(below_seq), 500).await.unwrap().0);

@@ -181,7 +181,7 @@ async fn a_savepoint_takes_back_its_claim_and_its_effect_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_message_is_a_dead_letter_once_and_never_again_after_an_operator_closed_it() {
+async fn a_message_is_a_dead_letter_once_even_after_it_was_closed() {
     for (_folder, database) in databases() {
         let mut store = open(&database).await;
         let (broken, other) = (delivery("a", "1", 1), delivery("a", "other", 2));

@@ -27,7 +27,6 @@ impl Scope {
     pub fn of(config: &Config, found: &Snapshot, from: Option<u64>, oldest_processed_at: Option<i64>) -> Self {
         let (stream, consumer) = (&found.stream, &found.consumer);
         let (first, last) = (stream.state.first_sequence, stream.state.last_sequence);
-        let created_ns = unix_ns(stream.created.into());
         // With nothing pending the floor may lag behind, below messages that the server has given up.
         let floor = match consumer.num_ack_pending {
             0 => consumer.delivered.stream_sequence.max(consumer.ack_floor.stream_sequence),
@@ -51,10 +50,13 @@ impl Scope {
             let gone = floor.min(first - 1);
             notes.push(format!("messages {wanted} to {gone} are no longer in the stream and cannot be checked"));
         }
-        if oldest_processed_at.is_some_and(|at| at < created_ns) {
+        // A stream that was restored from a snapshot has a new creation time, but its first message is as old as before.
+        let began = if last > 0 { stream.state.first_timestamp } else { stream.created };
+        let began_ns = unix_ns(began.into());
+        if first <= 1 && oldest_processed_at.is_some_and(|at| at < began_ns) {
             notes.push(format!(
-                "the database has orders from before the stream was created at {}; the messages of a former stream cannot be checked",
-                seconds_text(created_ns)
+                "the database has orders from before {}, when this stream began; the messages of a former stream cannot be checked",
+                seconds_text(began_ns)
             ));
         }
         let now_ns = unix_ns(SystemTime::now());

@@ -43,6 +43,7 @@ fn view(num_pending: u64) -> ConsumerView {
         stream_last_seq: 10 + num_pending,
         max_ack_pending: None,
         paused: false,
+        first_published_at: None,
         last_published_at: SystemTime::now(),
         oldest_published_at: None,
         taken_at: SystemTime::UNIX_EPOCH,
