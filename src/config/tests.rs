@@ -94,10 +94,10 @@ fn default_toml_and_the_settings_have_the_same_keys_in_the_same_order() {
 #[test]
 fn each_optional_line_of_default_toml_is_accepted_once_its_hash_is_removed() {
     let ways_in = ["credentials_file", "nkey_file", "token_file", "user,password_file"];
-    for way_in in ways_in {
+    for (way_in, other_place) in ways_in.into_iter().zip(["domain", "api_prefix"].into_iter().cycle()) {
         let wanted = |key: &str| {
             let others = ways_in.iter().filter(|way| **way != way_in);
-            !others.flat_map(|way| way.split(',')).any(|other| other == key)
+            key != other_place && !others.flat_map(|way| way.split(',')).any(|other| other == key)
         };
         let uncommented = |line: &str| match line.strip_prefix('#').and_then(|line| line.split_once(" = ")) {
             Some((key, value)) if !key.starts_with(' ') && wanted(key) => format!("{key} = {value}\n"),
@@ -106,6 +106,8 @@ fn each_optional_line_of_default_toml_is_accepted_once_its_hash_is_removed() {
         let toml: String = DEFAULT_TOML.lines().map(uncommented).collect();
         let config = load(&toml, &[]).unwrap_or_else(|problems| panic!("{problems}")).config;
         assert_ne!(config.nats.auth, Auth::None);
+        let place = if other_place == "domain" { "JS.orders.API" } else { "$JS.hub.API" };
+        assert_eq!(config.nats.api_prefix, place);
         assert!(config.nats.tls.cert_file.is_some() && config.inbox.id_pointer.is_some());
     }
 }

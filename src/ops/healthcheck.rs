@@ -1,4 +1,4 @@
-//! `healthcheck`: asks the daemon's own `/readyz`, for containers that have no curl.
+//! `healthcheck`: asks `/readyz` of the daemon, for containers without curl.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -18,10 +18,10 @@ const LIMIT: Duration = Duration::from_secs(3);
 
 const READYZ: &str = "/readyz";
 
-/// The answer is a few lines; more comes from something else that listens there.
+/// The answer is a few lines. A longer answer comes from another program that listens there.
 const BODY_BYTES_MAX: usize = 64 * 1024;
 
-/// Ends well only if the daemon that listens on `listen` is ready.
+/// Succeeds only if the daemon that listens on `listen` is ready.
 pub async fn run(listen: SocketAddr) -> Result<(), HealthcheckError> {
     let address = reachable(listen);
     timeout(LIMIT, ask(address)).await.unwrap_or(Err(HealthcheckError::Timeout { address, path: READYZ }))
@@ -37,14 +37,14 @@ pub enum HealthcheckError {
     Request { address: SocketAddr, path: &'static str, source: hyper::Error },
     #[error("not ready: {problems}")]
     NotReady { problems: String },
-    #[error("http://{address}{path} answers {status}, which is not what order-processor says")]
+    #[error("http://{address}{path} answers {status}, which order-processor never does")]
     Stranger { address: SocketAddr, path: &'static str, status: StatusCode },
 }
 
-/// What the daemon that listens on `listen` says of itself.
+/// The body of `/status` of the daemon that listens on `listen`.
 ///
 /// # Errors
-/// [`HealthcheckError::Connect`] if there is none.
+/// [`HealthcheckError::Connect`] if no daemon runs.
 pub(super) async fn status(listen: SocketAddr) -> Result<String, HealthcheckError> {
     let address = reachable(listen);
     let (status, body) = timeout(LIMIT, get(address, "/status"))
@@ -82,8 +82,8 @@ async fn request(stream: TcpStream, address: SocketAddr, path: &str) -> Result<(
         let response = sender.send_request(request).await?;
         Ok((response.status(), text(response).await))
     };
-    // The connection moves the bytes, so it has to run beside the exchange; an error that ends it, the exchange
-    // reports.
+    // The connection moves the bytes, so it must run beside the exchange. The exchange reports an error that ends the
+    // connection.
     let (answer, _ended) = tokio::join!(exchange, connection);
     answer
 }
@@ -95,7 +95,7 @@ async fn text(response: Response<Incoming>) -> String {
     }
 }
 
-/// An address that means "every interface" can be listened on but not asked.
+/// A server can listen on an address that means "every interface". A client cannot connect to such an address.
 fn reachable(listen: SocketAddr) -> SocketAddr {
     let ip = match listen.ip() {
         IpAddr::V4(ip) => IpAddr::V4(if ip.is_unspecified() { Ipv4Addr::LOCALHOST } else { ip }),

@@ -23,7 +23,7 @@ const DUPLICATE_WINDOW: Duration = Duration::from_secs(120);
 const ACK_WAIT: Duration = Duration::from_secs(30);
 const MAX_ACK_PENDING: i64 = 10_000;
 
-/// What `setup` creates. The defaults suit the daemon's own. On what exists, only the options that are given count.
+/// What `setup` creates. The defaults suit those of the daemon. If stream or consumer exists, only the given options count.
 #[derive(Debug, Args)]
 pub struct SetupArgs {
     /// Change what exists to the options that are given here, and nothing else

@@ -79,7 +79,8 @@ impl Parked {
         if view.is_full() && parked as u64 > out / 2 && self.full.is_due("full") {
             tracing::warn!(
                 "max_ack_pending is used up: of {out} deliveries {parked} wait for their retry, new orders wait for them, and retries come \
-                 sooner than they should; raise it with `nats consumer edit --max-pending`, or mend what makes orders fail"
+                 sooner than they should; raise it with `order-processor setup --update --max-ack-pending`, or correct the \
+                 cause of the failed orders"
             );
         }
         telemetry.health.set_parked(parked);
