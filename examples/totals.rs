@@ -19,7 +19,8 @@ struct Totals;
 impl Handler for Totals {
     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
         let Connection::Sqlite(connection) = tx.connection();
-        // In a daemon for real, a migration creates the table before the start.
+        // A statement of its own for a table is enough here. `sqlx::migrate!` is not possible: the daemon has its own migrations
+        // in this database.
         sqlx::query("CREATE TABLE IF NOT EXISTS totals (customer TEXT PRIMARY KEY, cents INTEGER NOT NULL) STRICT")
             .execute(&mut *connection)
             .await?;

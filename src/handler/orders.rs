@@ -4,8 +4,9 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, SqliteConnection};
 
 use crate::handler::{Failure, Handler, Order};
+use crate::model::text::chain;
 use crate::store::sql::{chunks, values};
-use crate::store::{Connection, Tx};
+use crate::store::{self, Connection, ErrorClass, Tx};
 
 /// Keeps subject, position, time and payload of each order byte for byte; it neither parses nor judges them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -24,7 +25,7 @@ async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Resu
     for chunk in chunks(orders) {
         let sql =
             values("INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ", 5, chunk.len(), "");
-        let mut statement = sqlx::query(AssertSqlSafe(sql));
+        let mut statement = sqlx::query(AssertSqlSafe(sql.clone()));
         for Order { delivery, .. } in chunk {
             let position = delivery.raw.position;
             statement = statement
@@ -34,7 +35,21 @@ async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Resu
                 .bind(position.published_ns)
                 .bind(delivery.raw.payload.as_ref());
         }
-        statement.execute(&mut *connection).await?;
+        if let Err(error) = statement.execute(&mut *connection).await {
+            return Err(failure(connection, &sql, error.into()).await);
+        }
     }
     Ok(())
+}
+
+/// SQLite reports a trigger that needs a missing table and a trigger that cannot read one payload (`malformed JSON`) with the
+/// same code. The first stops every order and is the fault of none. The second is the fault of one order, and only then can the
+/// statement still be prepared. EXPLAIN prepares a statement and does not run it.
+async fn failure(connection: &mut SqliteConnection, sql: &str, error: store::Error) -> Failure {
+    let unclear = error.class == ErrorClass::Other;
+    let explained = sqlx::query(AssertSqlSafe(format!("EXPLAIN {sql}"))).persistent(false);
+    if unclear && explained.execute(connection).await.is_ok() {
+        return Failure::Permanent(chain(&error));
+    }
+    Failure::Store(error)
 }

@@ -44,4 +44,5 @@ mod terminal;
 mod text;
 mod tidy;
 mod torture;
+mod triggers;
 mod upgrade;
