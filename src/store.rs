@@ -10,7 +10,9 @@ pub use binding::{Bind, Binding, Unbound};
 pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
-pub use types::{Attempts, Claim, Contents, Counts, Direction, Gone, Holder, Mark, Presence, Prunable, Rows, Sizes};
+pub use types::{
+    Attempts, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, Presence, Prunable, Rows, Sizes,
+};
 
 use crate::config::Database;
 use crate::model::delivery::Delivery;
@@ -174,6 +176,13 @@ impl Tx<'_> {
     pub async fn known(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Claim>, Error> {
         match self {
             Self::Sqlite(tx) => tx.known(deliveries).await,
+        }
+    }
+
+    /// The message that was processed under an id. For the text of a conflict.
+    pub async fn earlier(&mut self, id: &str) -> Result<Option<Earlier>, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.earlier(id).await,
         }
     }
 

@@ -29,6 +29,7 @@ pub struct Telemetry {
     pub health: Arc<Health>,
     was_connected: AtomicBool,
     pulls_denied: AtomicBool,
+    dropped_before: AtomicBool,
     /// The last word of the server, on this connection, about a subject that we cannot do without.
     denied: Mutex<Option<String>>,
     /// Optional permissions that we lack and that were spoken of.
@@ -45,6 +46,7 @@ impl Telemetry {
             health: Arc::new(Health::new()),
             was_connected: AtomicBool::new(false),
             pulls_denied: AtomicBool::new(false),
+            dropped_before: AtomicBool::new(false),
             denied: Mutex::default(),
             lacks: Mutex::default(),
             connection: Mutex::default(),
@@ -128,6 +130,7 @@ impl Telemetry {
                 Outcome::Applied => commit.applied += 1,
                 Outcome::Ignored(_) => {}
                 Outcome::Duplicate => self.metrics.redeliveries.increment(SeenBy::Inbox, 1),
+                Outcome::Dropped => self.dropped(delivery),
                 // Only the failure is durable: the message is still to come.
                 Outcome::Retry { .. } => continue,
                 Outcome::DeadLettered { reason, .. } => {
@@ -146,6 +149,23 @@ impl Telemetry {
         self.metrics.commit_duration_seconds.record(took.as_secs_f64());
         self.metrics.commit_batch_messages.record(commit.messages as f64);
         self.health.committed(commit);
+    }
+}
+
+impl Telemetry {
+    /// Another order under a used id was acknowledged without effect, as `inbox.on_conflict = "duplicate"` wants it.
+    fn dropped(&self, delivery: &Delivery) {
+        self.metrics.redeliveries.increment(SeenBy::Inbox, 1);
+        self.metrics.conflicts_dropped.increment(1);
+        if !self.dropped_before.swap(true, Ordering::Relaxed) {
+            let (message_id, stream_seq) = (&delivery.id, delivery.raw.position.stream_seq);
+            tracing::warn!(
+                %message_id,
+                stream_seq,
+                "dropped an order with another subject or payload under a used id, because inbox.on_conflict is \"duplicate\"; \
+                 later ones are only counted in conflicts_dropped_total"
+            );
+        }
     }
 }
 

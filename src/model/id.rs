@@ -31,8 +31,9 @@ impl IdScheme {
             return Ok(Arc::from(id.as_str()));
         }
         if let Some(pointer) = &self.pointer {
-            let value = scalar_at(&raw.payload, pointer)
-                .map_err(|error| format!("inbox.id_pointer {pointer} needs a JSON payload: {error}"))?;
+            let value = scalar_at(&raw.payload, pointer).map_err(|_| {
+                format!("inbox.id_pointer {pointer} needs a JSON payload, but the payload is not valid JSON")
+            })?;
             // A subject has no spaces, so two pairs of subject and value never run together into one id.
             if let Some(value) = value {
                 return Ok(format!("{} {value}", raw.subject).into());

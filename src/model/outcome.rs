@@ -15,6 +15,8 @@ pub enum Outcome {
     Applied,
     /// The effect, or the dead letter, of this very message was durable before.
     Duplicate,
+    /// Another order under a used id. With `inbox.on_conflict = "duplicate"`, it is acknowledged without effect.
+    Dropped,
     /// The server or the publisher did not mean the message as an order. It has no effect and no row.
     Ignored(Ignored),
     /// The handler failed in a way that may pass; the server is to deliver it again after `delay`.
@@ -29,7 +31,7 @@ impl Outcome {
     /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.
     pub fn acknowledgement(&self) -> Acknowledgement {
         match self {
-            Self::Applied | Self::Duplicate | Self::Ignored(_) => Acknowledgement::Ack,
+            Self::Applied | Self::Duplicate | Self::Dropped | Self::Ignored(_) => Acknowledgement::Ack,
             Self::Retry { delay, .. } => Acknowledgement::Nak { delay: *delay },
             Self::DeadLettered { reason, .. } => Acknowledgement::Term { reason: *reason },
         }
@@ -39,7 +41,7 @@ impl Outcome {
     pub fn kind(&self) -> OutcomeKind {
         match self {
             Self::Applied => OutcomeKind::Applied,
-            Self::Duplicate => OutcomeKind::Duplicate,
+            Self::Duplicate | Self::Dropped => OutcomeKind::Duplicate,
             Self::Ignored(_) => OutcomeKind::Ignored,
             Self::Retry { .. } => OutcomeKind::Retry,
             Self::DeadLettered { .. } => OutcomeKind::DeadLettered,
@@ -160,6 +162,7 @@ mod tests {
         prop_oneof![
             Just(Outcome::Applied),
             Just(Outcome::Duplicate),
+            Just(Outcome::Dropped),
             Just(Outcome::Ignored(Ignored::Schedule)),
             (delays, ".*").prop_map(|(delay, error)| Outcome::Retry { delay, error }),
             (select(Reason::ALL), ".*").prop_map(|(reason, error)| Outcome::DeadLettered { reason, error }),
@@ -173,7 +176,7 @@ mod tests {
             let payload = acknowledgement.payload();
             let text = str::from_utf8(&payload).unwrap();
             match &outcome {
-                Outcome::Applied | Outcome::Duplicate | Outcome::Ignored(_) => prop_assert_eq!(text, "+ACK"),
+                Outcome::Applied | Outcome::Duplicate | Outcome::Dropped | Outcome::Ignored(_) => prop_assert_eq!(text, "+ACK"),
                 Outcome::Retry { delay: Duration::ZERO, .. } => prop_assert_eq!(text, "-NAK"),
                 Outcome::Retry { delay, .. } => {
                     let options: serde_json::Value = serde_json::from_str(text.strip_prefix("-NAK ").unwrap()).unwrap();

@@ -338,7 +338,7 @@ impl Audit {
             let mut undecided = Vec::new();
             for (delivery, outcome) in rest.into_iter().zip(outcomes) {
                 match outcome {
-                    Some(Outcome::Applied | Outcome::Duplicate | Outcome::Ignored(_)) => {
+                    Some(Outcome::Applied | Outcome::Duplicate | Outcome::Dropped | Outcome::Ignored(_)) => {
                         report.repaired(&delivery, "applied", "")?
                     }
                     Some(Outcome::DeadLettered { reason, error }) => {

@@ -20,6 +20,14 @@ pub enum Claim {
     Dead,
 }
 
+/// A message that was processed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Earlier {
+    pub stream_seq: u64,
+    /// In nanoseconds since 1970 UTC.
+    pub processed_at_ns: i64,
+}
+
 /// Runs of the handler on one message that did not succeed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Attempts {

@@ -53,6 +53,8 @@ declare_metrics! {
         "What the messages came to, counted once the outcome was durable.";
     acks: CounterBy<AckKind> = "order_processor_acks_total",
         "Acknowledgements sent to the server, by kind.";
+    conflicts_dropped: Counter = "order_processor_conflicts_dropped_total",
+        "Messages with another subject or payload under a used id, dropped because inbox.on_conflict is duplicate.";
     dead_letters_total: CounterBy<Reason> = "order_processor_dead_letters_total",
         "Messages put into the dead letters since the start, by reason.";
     nats_reconnects: Counter = "order_processor_nats_reconnects_total",
@@ -302,6 +304,7 @@ mod tests {
         "redeliveries_total",
         "outcomes_total",
         "acks_total",
+        "conflicts_dropped_total",
         "dead_letters_total",
         "nats_reconnects_total",
         "nats_errors_total",

@@ -19,9 +19,9 @@ use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
 use crate::model::outcome::{Ignored, Outcome, Reason};
-use crate::model::text::chain;
-use crate::model::time::unix_ns;
-use crate::store::{Attempts, Claim, Error, Store, Tx};
+use crate::model::text::{chain, shortened};
+use crate::model::time::{seconds_text, unix_ns};
+use crate::store::{Attempts, Claim, Earlier, Error, Store, Tx};
 use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::{RetryPolicy, Verdict};
 
@@ -34,6 +34,9 @@ const BLAMED_MAX: usize = 8;
 /// A pass over single messages, or over calls, commits what it has after this long and leaves the rest for the next one, so that finished
 /// messages are acknowledged and a stop is not held up.
 const SINGLES_BUDGET: Duration = Duration::from_secs(1);
+
+/// Characters of an id in the text of a conflict; the id itself is in the dead letter.
+const ID_MAX: usize = 200;
 
 /// Outcomes in the order of the batch; `None` for a message that this pass did not come to.
 pub type Outcomes = Vec<Option<Outcome>>;
@@ -193,12 +196,13 @@ impl Inbox {
                 Kind::RepeatOf(first) => match &outcomes[first] {
                     Outcome::Applied => Outcome::Duplicate,
                     same @ (Outcome::Duplicate
+                    | Outcome::Dropped
                     | Outcome::Ignored(_)
                     | Outcome::Retry { .. }
                     | Outcome::DeadLettered { .. }) => same.clone(),
                 },
                 Kind::First => match claims.next() {
-                    Some(Claim::Processed(digest)) => self.on_conflict.judge(delivery, digest),
+                    Some(Claim::Processed(digest)) => judged(&mut tx, delivery, digest, self.on_conflict).await?,
                     Some(Claim::Dead) => Outcome::Duplicate,
                     Some(Claim::New) | None => {
                         new.push(index);
@@ -315,7 +319,7 @@ impl Inbox {
             let mut outcome = match known {
                 Claim::New => None,
                 Claim::Dead => Some(Outcome::Duplicate),
-                Claim::Processed(digest) => Some(on_conflict.judge(delivery, digest)),
+                Claim::Processed(digest) => Some(judged(&mut tx, delivery, digest, on_conflict).await?),
             };
             if let Some(outcome) = &mut outcome {
                 tx.record(&mut [(delivery, outcome)], now_ns).await?;
@@ -432,7 +436,7 @@ async fn single(
     }
     tx.savepoint().await?;
     let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
-        Some(Claim::Processed(digest)) => judge.on_conflict.judge(delivery, *digest),
+        Some(Claim::Processed(digest)) => judged(tx, delivery, *digest, judge.on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => match guarded(handler, tx, &[order]).await.map_err(Failure::into_inner) {
             Ok(()) => Outcome::Applied,
@@ -486,7 +490,7 @@ async fn defective(
     on_conflict: OnConflict,
 ) -> Result<Outcome, Error> {
     Ok(match tx.known(&[delivery]).await?.first() {
-        Some(Claim::Processed(digest)) => on_conflict.judge(delivery, *digest),
+        Some(Claim::Processed(digest)) => judged(tx, delivery, *digest, on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => dead(reason, error.to_owned()),
     })
@@ -573,18 +577,31 @@ fn sort<'a>(batch: &[&'a Delivery]) -> Option<Sorted<'a>> {
     Some((kinds, unique))
 }
 
-impl OnConflict {
-    /// A message whose id is taken by a message with digest `known`.
-    fn judge(self, delivery: &Delivery, known: Digest) -> Outcome {
-        match self {
-            _ if delivery.digest == known => Outcome::Duplicate,
-            Self::Duplicate => Outcome::Duplicate,
-            Self::DeadLetter => dead(
-                Reason::Conflict,
-                format!("message id {:?} was used before, for another subject or payload", delivery.id),
-            ),
+/// The outcome of a message whose id was processed with digest `known`.
+async fn judged(
+    tx: &mut Tx<'_>,
+    delivery: &Delivery,
+    known: Digest,
+    on_conflict: OnConflict,
+) -> Result<Outcome, Error> {
+    Ok(match on_conflict {
+        _ if delivery.digest == known => Outcome::Duplicate,
+        OnConflict::Duplicate => Outcome::Dropped,
+        OnConflict::DeadLetter => {
+            let earlier = tx.earlier(&delivery.id).await?;
+            dead(Reason::Conflict, conflict_text(delivery, earlier))
         }
-    }
+    })
+}
+
+/// Names the earlier message and what differs. Only an id that begins with the subject proves that the subject is the same.
+fn conflict_text(delivery: &Delivery, earlier: Option<Earlier>) -> String {
+    let by = earlier.map_or_else(String::new, |Earlier { stream_seq, processed_at_ns }| {
+        format!(" by stream sequence {stream_seq} (processed at {})", seconds_text(processed_at_ns))
+    });
+    let same_subject = delivery.id.strip_prefix(&*delivery.raw.subject).is_some_and(|rest| rest.starts_with(' '));
+    let what = if same_subject { "payload" } else { "subject or payload" };
+    format!("message id {:?} was used before{by}, with another {what}", shortened(&delivery.id, ID_MAX))
 }
 
 fn dead(reason: Reason, error: String) -> Outcome {

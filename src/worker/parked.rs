@@ -35,9 +35,11 @@ impl Parked {
                 self.due.insert(stream_seq, Instant::now() + delay);
                 Outcome::Retry { delay, error }
             }
-            decided @ (Outcome::Applied | Outcome::Duplicate | Outcome::Ignored(_) | Outcome::DeadLettered { .. }) => {
-                decided
-            }
+            decided @ (Outcome::Applied
+            | Outcome::Duplicate
+            | Outcome::Dropped
+            | Outcome::Ignored(_)
+            | Outcome::DeadLettered { .. }) => decided,
         }
     }
 

@@ -603,7 +603,7 @@ fn report(delivery: &Delivery, outcome: &Outcome) {
     let (stream_seq, delivered) = (position.stream_seq, position.delivered);
     let subject = &delivery.raw.subject;
     match outcome {
-        Outcome::Applied | Outcome::Duplicate => {
+        Outcome::Applied | Outcome::Duplicate | Outcome::Dropped => {
             tracing::debug!(message_id = %id, %subject, stream_seq, delivered, outcome = outcome.kind().name(), "the outcome is durable");
         }
         Outcome::Ignored(why) => {

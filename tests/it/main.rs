@@ -10,6 +10,7 @@ mod backup;
 mod binding;
 mod bulk;
 mod calls;
+mod conflicts;
 mod crashes;
 mod dead_letters;
 mod disks;

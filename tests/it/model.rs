@@ -593,7 +593,7 @@ impl Bench {
 fn said(outcome: &Outcome, expected: Option<Said>) -> Option<Said> {
     Some(match (outcome, expected) {
         (Outcome::Applied, _) => Said::Applied,
-        (Outcome::Duplicate, _) => Said::Duplicate,
+        (Outcome::Duplicate | Outcome::Dropped, _) => Said::Duplicate,
         (Outcome::DeadLettered { reason, .. }, _) => Said::Dead(*reason),
         (Outcome::Retry { delay, .. }, Some(Said::Retry { failed })) => {
             let delays = MIN_DELAY.mul_f64(0.8)..=MIN_DELAY.mul_f64(1.2);

@@ -13,8 +13,8 @@ use order_processor::model::id::Digest;
 use order_processor::model::letter::{Closed, Closing, Pile, Which};
 use order_processor::model::outcome::{Outcome, Reason};
 use order_processor::store::{
-    self, Attempts, Claim, Connection, Direction, ErrorClass, OpenError, Pause, Presence, Prunable, Reader, Rows,
-    Store, Tx,
+    self, Attempts, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, Pause, Presence, Prunable, Reader,
+    Rows, Store, Tx,
 };
 use tempfile::TempDir;
 
@@ -277,6 +277,23 @@ async fn a_statement_that_a_constraint_refuses_blames_its_data() {
         assert_eq!((error.class, error.is_about_data()), (ErrorClass::Constraint, true));
         store.give_up(&error).await;
         assert_eq!(claim(&mut store, &[&delivery("a", "1", 1)]).await, [Claim::New]);
+    }
+}
+
+#[tokio::test]
+async fn the_message_that_used_an_id_earlier_is_found_wherever_its_row_is() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        store.seal_after(10);
+        for seq in 1..=25 {
+            claim(&mut store, &[&delivery(&format!("o-{seq}"), "1", seq)]).await;
+        }
+        let mut tx = store.begin().await.unwrap();
+        for seq in 1..=25 {
+            let earlier = tx.earlier(&format!("o-{seq}")).await.unwrap();
+            assert_eq!(earlier, Some(Earlier { stream_seq: seq, processed_at_ns: NOW }), "o-{seq}");
+        }
+        assert_eq!(tx.earlier("o-26").await.unwrap(), None);
     }
 }
 

@@ -24,7 +24,11 @@ pub fn failed(doing: &'static str, source: sqlx::Error) -> Error {
             _ => ErrorClass::Other,
         },
     };
-    Error::new(doing, class, source)
+    match source {
+        // The text of SQLite alone: its code, which the driver puts before it, is in the class.
+        sqlx::Error::Database(error) => Error::new(doing, class, error.message().to_owned()),
+        other => Error::new(doing, class, other),
+    }
 }
 
 /// For `?` on a statement of a handler.

@@ -12,7 +12,7 @@ use crate::model::delivery::{Delivery, Headers};
 use crate::model::label::Label;
 use crate::model::outcome::{Outcome, Reason};
 use crate::store::sql::{chunks, values};
-use crate::store::{Attempts, Claim, Error};
+use crate::store::{Attempts, Claim, Earlier, Error};
 
 /// One open transaction, and what the store remembers of its connection.
 #[derive(Debug)]
@@ -73,12 +73,17 @@ impl Tx<'_> {
         known.map(|(claims, _)| claims).map_err(|error| self.failed(error))
     }
 
+    pub async fn earlier(&mut self, id: &str) -> Result<Option<Earlier>, Error> {
+        let earlier = self.ids.earlier(self.connection, id).await;
+        earlier.map_err(|error| self.failed(error))
+    }
+
     pub async fn record(&mut self, decided: &mut [(&Delivery, &mut Outcome)], now_ns: i64) -> Result<(), Error> {
         let mut ended = Vec::with_capacity(decided.len());
         for (delivery, outcome) in decided {
             match outcome {
                 Outcome::Ignored(_) | Outcome::Retry { .. } => continue,
-                Outcome::Applied | Outcome::Duplicate => {}
+                Outcome::Applied | Outcome::Duplicate | Outcome::Dropped => {}
                 Outcome::DeadLettered { reason, error } => {
                     if !self.write_letter(delivery, *reason, error, now_ns).await? {
                         **outcome = Outcome::Duplicate;

@@ -8,10 +8,10 @@ use super::page::{Entries, checked};
 use super::{Ids, damaged};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
-use crate::store::Error;
 use crate::store::sql::{chunks, values};
 use crate::store::sqlite::LOOKING_UP;
 use crate::store::sqlite::sql::{bind, failed};
+use crate::store::{Earlier, Error};
 
 /// Pages that are in memory for a moment, 1.6 kB each.
 const PAGES_AT_ONCE: usize = 256;
@@ -37,6 +37,29 @@ impl Ids {
         let candidates = self.candidates(connection, &leads).await?;
         verify(connection, deliveries, &candidates, &mut found).await?;
         Ok((found, keys))
+    }
+
+    /// The message that was processed under `id`. One row is read in nearly all cases.
+    pub async fn earlier(&self, connection: &mut SqliteConnection, id: &str) -> Result<Option<Earlier>, Error> {
+        let key = Key::of(id);
+        let mut rows: Vec<i64> = self.open.get(&key).map(|open| open.row).into_iter().collect();
+        let mut leads: Vec<Lead> =
+            self.filters.candidates(key).map(|segment| Lead { segment, key, index: 0 }).collect();
+        leads.sort_unstable_by_key(Lead::page);
+        rows.extend(self.candidates(connection, &leads).await?.into_iter().map(|candidate| candidate.row));
+        for row in rows {
+            let found = sqlx::query("SELECT stream_seq, processed_at FROM processed_ids WHERE row = ? AND id = ?")
+                .bind(row)
+                .bind(id)
+                .fetch_optional(&mut *connection)
+                .await
+                .map_err(|source| failed(LOOKING_UP, source))?;
+            if let Some(found) = found {
+                let stream_seq = found.get::<i64, _>(0).unsigned_abs();
+                return Ok(Some(Earlier { stream_seq, processed_at_ns: found.get(1) }));
+            }
+        }
+        Ok(None)
     }
 
     /// Looks into the pages of `leads`, which are in the order of their pages.
