@@ -18,6 +18,7 @@ mod notices;
 pub mod other_pulls;
 pub mod permissions;
 mod pull;
+mod pull_health;
 pub mod secrets;
 mod session;
 pub mod stored;

@@ -1,10 +1,11 @@
 //! One connection to the server: its options, its credentials, and why it cannot be made.
 
 use std::error::Error;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use async_nats::{AuthError, ConnectErrorKind, ConnectOptions, rustls};
+use async_nats::{AuthError, ConnectErrorKind, ConnectOptions, ReconnectToServer, Server, rustls};
 use percent_encoding::percent_decode_str;
 
 use super::client::Client;
@@ -21,6 +22,8 @@ const PING_INTERVAL: Duration = Duration::from_secs(5);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
+/// A shorter connection does not end the backoff.
+const LASTING: Duration = Duration::from_secs(1);
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +76,7 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
         Listener::Command(_) => None,
     };
     let is_daemon = attempts.is_some();
+    let (backoff, turns) = (Backoff::default(), AtomicUsize::new(0));
     let mut options = match (&nats.auth, user_in_url(&nats.url)) {
         (Auth::None, Some((user, Some(password)))) => ConnectOptions::with_user_and_password(user, password),
         (Auth::None, Some((token, None))) => ConnectOptions::with_token(token),
@@ -89,7 +93,7 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
         .request_timeout(Some(REQUEST_TIMEOUT))
         .ping_interval(PING_INTERVAL)
         .max_reconnects(None)
-        .reconnect_delay_callback(reconnect_delay)
+        .reconnect_delay_callback(move |attempts| backoff.delay(attempts))
         // The daemon uses only reply subjects of the server, and names that the settings have checked.
         .skip_subject_validation(is_daemon)
         .require_tls(nats.tls.is_wanted())
@@ -97,13 +101,15 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
             listener.note(&event);
             std::future::ready(())
         })
-        .reconnect_to_server_callback(move |servers, _| {
-            let attempts = attempts.clone();
+        .reconnect_to_server_callback(move |servers, info| {
+            let (attempts, turn) = (attempts.clone(), turns.fetch_add(1, Ordering::Relaxed));
             async move {
-                if let Some((telemetry, nats)) = attempts {
-                    events::note_attempts(&telemetry, &nats, &servers).await;
-                }
-                None
+                let (telemetry, nats) = attempts?;
+                events::note_attempts(&telemetry, &nats, &servers).await;
+                // Without a connection before, the client tries each server of the settings once.
+                let is_first = info.server_id.is_empty();
+                let addr = if is_first { None } else { next_server(&servers, turn).map(|server| server.addr.clone()) }?;
+                Some(ReconnectToServer { addr, delay: None })
             }
         });
     if nats.tls.handshake_first {
@@ -211,6 +217,47 @@ fn user_in_url(servers: &str) -> Option<(String, Option<String>)> {
         let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
         Some((decoded(server.username()?), server.password().map(decoded)))
     })
+}
+
+/// The server to try in this turn. Two turns of three are for the servers of the settings and for those that worked before: an
+/// address that the cluster announces may be out of reach, and each attempt there costs [`CONNECT_TIMEOUT`]. In turn, because the
+/// client does not count each kind of failure.
+fn next_server(servers: &[Server], turn: usize) -> Option<&Server> {
+    let (known, others): (Vec<&Server>, Vec<&Server>) =
+        servers.iter().partition(|server| !server.is_discovered || server.did_connect);
+    fn in_turn<'a>(servers: &[&'a Server], turn: usize) -> Option<&'a Server> {
+        servers.get(turn.checked_rem(servers.len())?).copied()
+    }
+    match turn % 3 {
+        2 => in_turn(&others, turn / 3).or_else(|| in_turn(&known, turn)),
+        _ => in_turn(&known, turn - turn / 3),
+    }
+}
+
+/// The delays between attempts to connect. They start again only after a connection that lasted: a server may accept each
+/// connection and close it immediately.
+#[derive(Default)]
+struct Backoff(Mutex<Attempts>);
+
+#[derive(Default)]
+struct Attempts {
+    last_at: Option<Instant>,
+    /// Connections in a row that did not last.
+    short: usize,
+}
+
+impl Backoff {
+    /// `attempts`: since the last connection, with this one.
+    fn delay(&self, attempts: usize) -> Duration {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if attempts <= 1 {
+            let lasted = state.last_at.is_none_or(|at| at.elapsed() >= LASTING);
+            state.short = if lasted { 0 } else { state.short.saturating_add(1) };
+        }
+        let delay = reconnect_delay(attempts.saturating_add(state.short));
+        state.last_at = Some(Instant::now() + delay);
+        delay
+    }
 }
 
 /// From 100 ms, doubled each time, with jitter, so that many daemons do not reconnect at the same moment.

@@ -27,6 +27,7 @@ pub use super::limits::Limits;
 use super::link::{Link, is_connected};
 use super::look::{Snapshot, look};
 use super::notices::Notices;
+use super::pull_health::PullHealth;
 use super::session::{Session, Step, Surroundings};
 use super::stored::StreamReader;
 use super::unreadable;
@@ -66,6 +67,7 @@ pub struct Consumer {
     clean_through: Arc<AtomicU64>,
     positions: Positions,
     notices: Notices,
+    pull_health: PullHealth,
     failures: u32,
     reminder: Reminder,
 }
@@ -82,6 +84,7 @@ impl Consumer {
     pub fn new(config: Arc<Config>, telemetry: Arc<Telemetry>, info_every: Duration) -> Self {
         Self {
             notices: Notices::new(telemetry.clone()),
+            pull_health: PullHealth::new(telemetry.clone()),
             config,
             telemetry,
             info_every,
@@ -236,7 +239,7 @@ impl Consumer {
             })
             .await;
         if session.take_answered() {
-            self.telemetry.pulls_work();
+            self.pull_health.answered();
         }
         step
     }
@@ -246,7 +249,7 @@ impl Consumer {
         let rebind = Rebind::between(self.last.replace(incarnation), incarnation);
         self.failures = 0;
         self.reminder.forget();
-        self.announce(rebind, &snapshot);
+        self.notices.bound(rebind, &snapshot);
         self.notices.warn(gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config)));
         let notices = self.positions.bound(Figures::of(&snapshot), rebind.is_recreated());
         self.report(&notices);
@@ -263,7 +266,7 @@ impl Consumer {
             self.advised.clear();
             while let Some(Some(_)) = link.advisories.next().now_or_never() {}
         }
-        let mut session = Session::new(&link, &snapshot, self.info_every);
+        let mut session = Session::new(&link, &snapshot, self.info_every, self.pull_health.heartbeat());
         let former = (rebind == Rebind::OtherStream).then(|| self.leftovers(&mut link));
         if former.is_some() {
             self.clean_through = Arc::default();
@@ -276,25 +279,6 @@ impl Consumer {
         let limits = session.limits.clone();
         self.phase = Phase::Bound(Box::new(session));
         Event::Bound { limits, stream_created_ns: incarnation.stream_ns, former, view }
-    }
-
-    fn announce(&self, rebind: Rebind, snapshot: &Snapshot) {
-        let (stream, consumer) = (&snapshot.stream.config.name, &snapshot.consumer.name);
-        let (first_seq, last_seq) = (snapshot.stream.state.first_sequence, snapshot.stream.state.last_sequence);
-        if rebind.is_recreated() {
-            self.telemetry.metrics.consumer_rebinds.increment(1);
-        }
-        match rebind {
-            Rebind::First | Rebind::Same => {}
-            Rebind::OtherStream => {
-                tracing::warn!(%stream, first_seq, last_seq, "the stream was deleted and recreated, or restored");
-            }
-            Rebind::OtherConsumer => {
-                tracing::warn!(%consumer, "the consumer was deleted and recreated; the server may redeliver messages");
-            }
-        }
-        let (ack_floor, pending) = (snapshot.consumer.ack_floor.stream_sequence, snapshot.consumer.num_pending);
-        tracing::info!(%stream, %consumer, ack_floor, pending, "the daemon bound to the consumer");
     }
 
     /// Draws the conclusions from a look while bound. An edited consumer is examined as at the start, and followed.
@@ -314,6 +298,7 @@ impl Consumer {
         self.telemetry.health.set_consumer(view.clone());
         let Phase::Bound(session) = &mut self.phase else { return Ok(Event::Seen { view, edited: None }) };
         self.notices.pulls(&snapshot.consumer, session.open_pulls());
+        self.pull_health.observe(&view, session.take_waits());
         Ok(Event::Seen { view, edited: session.follow(snapshot) })
     }
 
@@ -343,7 +328,7 @@ impl Consumer {
             Error::Connect(_) | Error::ClientDead => self.telemetry.health.report(Component::Nats, Err(cause.clone())),
             Error::NoAnswer { .. } => {
                 if let Some(denied) = self.telemetry.denied() {
-                    cause += &format!("; the server denies a subject: {denied}");
+                    cause += &format!("; {denied}");
                 }
                 self.telemetry.metrics.nats_errors.increment(NatsErrorKind::Request, 1);
                 // Perhaps the subscriptions are gone: a server that denied them for a while does not restore them.
@@ -362,10 +347,8 @@ impl Consumer {
             tracing::warn!(%cause, "the daemon is not bound to the consumer and tries again");
         }
         self.telemetry.health.report(Component::Consumer, Err(cause));
-        let delay = RETRY_DELAY_MIN * (1 << self.failures.min(6));
+        self.phase = Phase::Down(Instant::now() + delay(self.failures));
         self.failures += 1;
-        let delay = delay.min(RETRY_DELAY_MAX).mul_f64(0.75 + fastrand::f64() / 2.0);
-        self.phase = Phase::Down(Instant::now() + delay);
     }
 
     /// The one cure for all troubles of a binding.
@@ -373,6 +356,9 @@ impl Consumer {
         if let Some(kind) = trouble.kind {
             self.telemetry.metrics.nats_errors.increment(kind, 1);
         }
+        // The first trouble costs no time, and each one after it in a row waits longer.
+        let earlier = self.pull_health.trouble(&trouble).unwrap_or(0);
+        let delay = if earlier == 0 { Duration::ZERO } else { delay(earlier) };
         self.check_unreadable |= trouble.blame != Blame::Elsewhere;
         if trouble.blame == Blame::MessageEndedClient {
             tracing::error!("the connection task of the NATS client has ended; the daemon makes a new client");
@@ -381,7 +367,7 @@ impl Consumer {
             tracing::info!(cause = %trouble.cause, "the daemon looks at stream and consumer again");
         }
         self.telemetry.health.report(Component::Consumer, Err(trouble.cause));
-        self.phase = Phase::Down(Instant::now());
+        self.phase = Phase::Down(Instant::now() + delay);
     }
 
     fn drop_client(&mut self) {
@@ -396,4 +382,9 @@ impl Consumer {
         };
         limits::payload(limits, reply.delivered, acknowledgement)
     }
+}
+
+/// Doubled for each failure before, with jitter.
+fn delay(failures: u32) -> Duration {
+    (RETRY_DELAY_MIN * (1 << failures.min(6))).min(RETRY_DELAY_MAX).mul_f64(0.75 + fastrand::f64() / 2.0)
 }

@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use super::advisory::ADVISORY_PREFIX;
 use super::connection::why;
 use crate::config::Nats;
+use crate::model::text::printable;
 use crate::telemetry::Telemetry;
 use crate::telemetry::metrics::NatsErrorKind;
 use crate::telemetry::status::Component;
@@ -28,12 +29,23 @@ impl Listener {
             {
                 note_violation(telemetry, text);
             }
+            (Self::Daemon(telemetry), Event::ServerError(ServerError::Other(text))) if is_subscription_limit(text) => {
+                let cause = too_many_subscriptions(text);
+                if telemetry.is_news(&cause) {
+                    tracing::error!("{cause}");
+                }
+                telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
+                telemetry.deny(&cause);
+            }
             (Self::Daemon(telemetry), event) => note(telemetry, event),
             // A command does not need the advisories.
             (Self::Command(denials), Event::ServerError(ServerError::Other(text)))
                 if is_permission_violation(text) && !is_about_advisories(text) =>
             {
-                denials.0.send_replace(Some(Denied(text.clone())));
+                denials.0.send_replace(Some(Denied(format!("the server denies a subject: {}", printable(text)))));
+            }
+            (Self::Command(denials), Event::ServerError(ServerError::Other(text))) if is_subscription_limit(text) => {
+                denials.0.send_replace(Some(Denied(too_many_subscriptions(text))));
             }
             (Self::Command(_), _) => {}
         }
@@ -97,30 +109,58 @@ fn note_violation(telemetry: &Telemetry, text: &str) {
     }
     telemetry.metrics.nats_errors.increment(NatsErrorKind::Permission, 1);
     // Some other subjects are optional. A required one shows by a request without an answer.
-    let cause = format!("the server denies a subject: {text}");
+    let cause = format!("the server denies a subject: {}", printable(text));
     if is_ack {
         telemetry.health.report(Component::Acks, Err(cause));
     } else if subject.contains(".CONSUMER.MSG.NEXT.") {
         telemetry.pulls_denied(cause);
     } else {
-        telemetry.deny(text);
+        telemetry.deny(&cause);
     }
 }
 
 /// Called before each attempt to connect. The events do not have the cause of a failed attempt, but the list of servers has it.
 pub(super) async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &[Server]) {
-    let mut errors: Vec<&str> = servers.iter().filter_map(|server| server.last_error.as_deref()).collect();
-    if errors.len() < servers.len() {
+    let is_known = |server: &&Server| !server.is_discovered || server.did_connect;
+    if servers.iter().filter(is_known).any(|server| server.last_error.is_none()) {
         // The server of the lost connection was not tried again yet.
         return;
     }
+    let mut errors: Vec<&str> =
+        servers.iter().filter(is_known).filter_map(|server| server.last_error.as_deref()).collect();
     errors.sort_unstable();
     errors.dedup();
-    let cause = format!("cannot connect to {}: {}", nats.redacted_url(), why(nats, &errors.join("; ")).await);
+    let mut cause = format!("cannot connect to {}: {}", nats.redacted_url(), why(nats, &errors.join("; ")).await);
+    if let Some(hint) = wrong_names(servers) {
+        cause += &hint;
+    }
     if telemetry.is_news(&cause) {
         tracing::warn!(%cause, "the daemon is not connected and tries again");
     }
     telemetry.health.report(Component::Nats, Err(cause));
+}
+
+/// Servers of a cluster often announce themselves by address, while their certificates have DNS names. The client verifies what was
+/// announced (async-nats 0.51), so it cannot use such a server without its name.
+fn wrong_names(servers: &[Server]) -> Option<String> {
+    let is_wrong = |server: &&Server| {
+        let error = server.last_error.as_deref().unwrap_or_default();
+        server.is_discovered && (error.contains("not valid for name") || error.contains("NotValidForName"))
+    };
+    let mut addresses: Vec<String> = servers
+        .iter()
+        .filter(is_wrong)
+        .map(|server| format!("{}:{}", server.addr.host(), server.addr.port()))
+        .collect();
+    addresses.sort_unstable();
+    addresses.dedup();
+    (!addresses.is_empty()).then(|| {
+        format!(
+            "; the cluster announces {} by address, but the certificate is only valid for a DNS name: add the DNS name of each server \
+             to nats.url",
+            addresses.join(", ")
+        )
+    })
 }
 
 /// The permission violations that the server reported: a request without permission gets no answer.
@@ -128,7 +168,7 @@ pub(super) async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &
 pub struct Denials(Arc<watch::Sender<Option<Denied>>>);
 
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("the server denies a subject: {0}")]
+#[error("{0}")]
 pub struct Denied(String);
 
 impl Denials {
@@ -159,6 +199,18 @@ async fn next_denial(denials: &mut watch::Receiver<Option<Denied>>) -> Denied {
 
 fn is_permission_violation(text: &str) -> bool {
     text.to_ascii_lowercase().contains("permissions violation")
+}
+
+fn is_subscription_limit(text: &str) -> bool {
+    text.to_ascii_lowercase().contains("maximum subscriptions")
+}
+
+fn too_many_subscriptions(text: &str) -> String {
+    format!(
+        "the server refuses a subscription: {}; the daemon needs 3 of them; raise the limit of subscriptions (max_subscriptions) of \
+         the server, the account or the user",
+        printable(text)
+    )
 }
 
 fn is_about_reading(text: &str) -> bool {

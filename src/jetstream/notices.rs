@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 
 use async_nats::jetstream::consumer::Info as ConsumerInfo;
 
+use super::bind::Rebind;
 use super::deletion::RECREATE;
 use super::gaps::Notice;
 use super::gate::Finding;
+use super::look::Snapshot;
 use super::other_pulls::{self, OtherPulls};
 use crate::model::view::ConsumerView;
 use crate::telemetry::status::Component;
@@ -37,6 +39,26 @@ impl Notices {
             other_pulls: OtherPulls::default(),
             others: 0,
         }
+    }
+
+    /// A binding, and what it follows.
+    pub(super) fn bound(&self, rebind: Rebind, snapshot: &Snapshot) {
+        let (stream, consumer) = (&snapshot.stream.config.name, &snapshot.consumer.name);
+        let (first_seq, last_seq) = (snapshot.stream.state.first_sequence, snapshot.stream.state.last_sequence);
+        if rebind.is_recreated() {
+            self.telemetry.metrics.consumer_rebinds.increment(1);
+        }
+        match rebind {
+            Rebind::First | Rebind::Same => {}
+            Rebind::OtherStream => {
+                tracing::warn!(%stream, first_seq, last_seq, "the stream was deleted and recreated, or restored");
+            }
+            Rebind::OtherConsumer => {
+                tracing::warn!(%consumer, "the consumer was deleted and recreated; the server may redeliver messages");
+            }
+        }
+        let (ack_floor, pending) = (snapshot.consumer.ack_floor.stream_sequence, snapshot.consumer.num_pending);
+        tracing::info!(%stream, %consumer, ack_floor, pending, "the daemon bound to the consumer");
     }
 
     /// Logs each warning once for as long as it holds.

@@ -4,11 +4,27 @@ use std::time::Duration;
 
 use super::connection::CommandClient;
 use super::error::Error;
+use super::link::Link;
 use super::look::look;
-use crate::config;
+use crate::config::{self, Config};
 
 /// Inside the client, the answer to a later request may overtake a denial by at most so much.
 const DENIED_WITHIN: Duration = Duration::from_millis(200);
+
+/// Makes the subscriptions of the daemon, beside the one for replies that the command has: a server may limit their number.
+///
+/// # Errors
+/// [`Error::Denied`] if the server refuses one of them.
+pub async fn to_subscribe(command: &CommandClient, config: &Config) -> Result<(), Error> {
+    let tried = async {
+        let _link = Link::new(config, command.client.clone()).await?;
+        // A subscription has no answer, so a request follows that has one.
+        look(&command.client, &config.consumer.stream, &config.consumer.name).await?;
+        tokio::time::sleep(DENIED_WITHIN).await;
+        Ok(())
+    };
+    command.denials.answer(tried).await?
+}
 
 /// Sends a pull that the server must refuse: its heartbeat is longer than the server allows.
 ///

@@ -10,6 +10,7 @@ use super::client::Client;
 use super::error::{Error, Trouble};
 use super::link::Link;
 use crate::model::delivery::{Arrival, Headers, Position, Raw, Reply};
+use crate::model::text::printable;
 use crate::telemetry::metrics::NatsErrorKind;
 
 /// The server sends a heartbeat so often while a pull is open.
@@ -28,6 +29,16 @@ pub(super) struct PullRequest {
     pub(super) messages: usize,
     pub(super) bytes: usize,
     pub(super) expires: Duration,
+    pub(super) heartbeat: Heartbeat,
+}
+
+/// Whether the server is to send heartbeats while a pull is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Heartbeat {
+    On,
+    /// With heartbeats, the server drops a pull beyond `max_waiting` silently. Without them, it sends the status
+    /// (nats-server 2.15).
+    Off,
 }
 
 /// The open pulls on one consumer.
@@ -43,6 +54,7 @@ pub(super) struct Pulls {
     last_received: Instant,
     /// A delivery arrived since the last pull was sent.
     fruitful: bool,
+    heartbeat: Heartbeat,
 }
 
 /// What a message in our inbox was.
@@ -66,6 +78,7 @@ impl Pulls {
             open_until: now,
             last_received: now,
             fruitful: true,
+            heartbeat: Heartbeat::On,
         }
     }
 
@@ -81,12 +94,16 @@ impl Pulls {
 
     /// Sends one pull request more.
     pub(super) async fn send(&mut self, link: &Link, request: PullRequest) -> Result<(), Error> {
-        let PullRequest { messages, bytes, expires } = request;
+        let PullRequest { messages, bytes, expires, heartbeat } = request;
+        let heartbeat_every = match heartbeat {
+            Heartbeat::On => HEARTBEAT.min(expires / 2),
+            Heartbeat::Off => Duration::ZERO,
+        };
         let body = serde_json::json!({
             "batch": messages,
             "max_bytes": bytes,
             "expires": expires.as_nanos() as u64,
-            "idle_heartbeat": HEARTBEAT.min(expires / 2).as_nanos() as u64,
+            "idle_heartbeat": heartbeat_every.as_nanos() as u64,
         });
         let reply = format!("{}.{}", link.subject, self.sent);
         let sent = link.client.publish_with_reply(self.subject.clone(), reply, body.to_string().into()).await;
@@ -101,6 +118,7 @@ impl Pulls {
         self.open.push_back((self.sent, Instant::now() + expires + GRACE));
         self.sent += 1;
         self.fruitful = false;
+        self.heartbeat = heartbeat;
         self.outstanding += messages;
         self.open_until = Instant::now() + expires + GRACE;
         Ok(())
@@ -145,7 +163,12 @@ impl Pulls {
                 Ok(if is_last && !self.fruitful { Received::TooLarge } else { Received::Ended })
             }
             (status, _) => {
-                Err(Trouble::new(format!("the server ended a pull: {status} {description}"), Some(NatsErrorKind::Pull)))
+                let hint = match description.to_ascii_lowercase().contains("exceeded maxwaiting") {
+                    true => "; other clients have all the open pulls that the consumer allows (max_waiting)",
+                    false => "",
+                };
+                let cause = format!("the server ended a pull: {status} {}{hint}", printable(description));
+                Err(Trouble::new(cause, Some(NatsErrorKind::Pull)))
             }
         }
     }
@@ -157,7 +180,8 @@ impl Pulls {
     /// Notices heartbeats that did not come, and forgets a pull whose end got lost.
     pub(super) fn check(&mut self) -> Result<(), Trouble> {
         let now = Instant::now();
-        if self.outstanding > 0 && now.duration_since(self.last_received) > SILENCE_MAX {
+        let is_silent = self.heartbeat == Heartbeat::On && now.duration_since(self.last_received) > SILENCE_MAX;
+        if self.outstanding > 0 && is_silent {
             return Err(Trouble::new(
                 format!("the server sent neither a delivery nor a heartbeat for {SILENCE_MAX:?}"),
                 Some(NatsErrorKind::Heartbeat),
@@ -165,6 +189,7 @@ impl Pulls {
         }
         if self.outstanding > 0 && now > self.open_until {
             self.outstanding = 0;
+            self.restart_silence();
         }
         if self.outstanding == 0 {
             self.open.clear();

@@ -15,7 +15,7 @@ use super::gaps::Positions;
 use super::limits::Limits;
 use super::link::Link;
 use super::look::{Oldest, Snapshot, look, look_with_age};
-use super::pull::{HEADER_ROOM_BYTES, PullRequest, Pulls, Received};
+use super::pull::{HEADER_ROOM_BYTES, Heartbeat, PullRequest, Pulls, Received};
 use super::stored::{StreamReader, owned_filters};
 use crate::config::Config;
 use crate::model::delivery::Arrival;
@@ -24,6 +24,10 @@ use crate::telemetry::Reminder;
 
 /// How long one pull stays open on the server.
 const PULL_EXPIRES: Duration = Duration::from_secs(15);
+/// The same without heartbeats: only the expiry shows that such a pull was lost.
+const BLIND_PULL_EXPIRES: Duration = Duration::from_secs(2);
+/// The byte limit of a pull never grows beyond this, whatever the size of the next message.
+const PULL_BYTES_MAX: usize = 1024 * 1024 * 1024;
 /// How often a session checks its clocks.
 const CHECK_EVERY: Duration = Duration::from_millis(200);
 /// The pause after a pull that brought nothing, because the next message is larger than the consumer allows to ask for.
@@ -69,6 +73,12 @@ pub(super) struct Session {
     pull_due: Instant,
     /// The server answered a pull since this was last asked.
     answered: bool,
+    heartbeat: Heartbeat,
+    /// The byte limit of the last pull, and what the next one needs at least.
+    pull_bytes: usize,
+    pull_bytes_min: usize,
+    /// Deliveries arrived, or no pull was open, since the last look.
+    served: bool,
     last_consumer_seq: u64,
     /// The number of the connection.
     connects: u64,
@@ -87,7 +97,8 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn new(link: &Link, snapshot: &Snapshot, info_every: Duration) -> Self {
+    /// `heartbeat`: of the first pull.
+    pub(super) fn new(link: &Link, snapshot: &Snapshot, info_every: Duration, heartbeat: Heartbeat) -> Self {
         let now = Instant::now();
         Self {
             limits: Limits::of(&snapshot.consumer),
@@ -96,6 +107,11 @@ impl Session {
             pulls: Pulls::of(&link.client, &snapshot.consumer.stream_name, &snapshot.consumer.name),
             pull_due: now,
             answered: false,
+            heartbeat,
+            pull_bytes: 0,
+            // A limit below the largest possible message would block the consumer on that message for ever.
+            pull_bytes_min: link.client.max_payload() + HEADER_ROOM_BYTES,
+            served: true,
             last_consumer_seq: 0,
             connects: link.connects(),
             checks: tokio::time::interval(CHECK_EVERY),
@@ -123,6 +139,13 @@ impl Session {
     /// Whether the server answered a pull since the last call.
     pub(super) fn take_answered(&mut self) -> bool {
         std::mem::take(&mut self.answered)
+    }
+
+    /// Whether a pull was open since the last call, and nothing was delivered.
+    pub(super) fn take_waits(&mut self) -> bool {
+        let waits = !self.served && self.pulls.outstanding() > 0;
+        self.served = self.pulls.outstanding() == 0;
+        waits
     }
 
     /// Messages that open pulls may still bring.
@@ -201,15 +224,16 @@ impl Session {
         stash: &mut Vec<Arrival>,
         positions: &mut Positions,
     ) -> Result<(), Trouble> {
-        let received = self.pulls.receive(message);
+        let received = self.pulls.receive(message)?;
         self.answered = true;
-        match received? {
+        match received {
             Received::Heartbeat | Received::Ended => Ok(()),
             Received::TooLarge => {
-                self.pull_due = Instant::now() + TOO_LARGE_PAUSE;
+                self.ask_for_more_bytes();
                 Ok(())
             }
             Received::Delivery(arrival) => {
+                self.served = true;
                 let position = arrival.raw.position;
                 let is_backwards = position.consumer_seq <= self.last_consumer_seq;
                 self.last_consumer_seq = position.consumer_seq;
@@ -231,11 +255,32 @@ impl Session {
         if messages == 0 || room.bytes == 0 || !is_worth_it || self.pull_due > Instant::now() {
             return Ok(());
         }
-        // A limit below the largest possible message would block the consumer on that message for ever.
-        let largest = around.link.client.max_payload() + HEADER_ROOM_BYTES;
-        let bytes = room.bytes.max(largest).min(self.limits.max_bytes.unwrap_or(usize::MAX));
-        let expires = PULL_EXPIRES.min(self.limits.max_expires.unwrap_or(PULL_EXPIRES));
-        Ok(self.pulls.send(around.link, PullRequest { messages, bytes, expires }).await?)
+        let heartbeat = std::mem::replace(&mut self.heartbeat, Heartbeat::On);
+        let expires = match heartbeat {
+            Heartbeat::On => PULL_EXPIRES,
+            Heartbeat::Off => BLIND_PULL_EXPIRES,
+        };
+        let expires = expires.min(self.limits.max_expires.unwrap_or(expires));
+        let bytes = room.bytes.max(self.pull_bytes_min).min(self.limits.max_bytes.unwrap_or(usize::MAX));
+        self.pull_bytes = bytes;
+        Ok(self.pulls.send(around.link, PullRequest { messages, bytes, expires, heartbeat }).await?)
+    }
+
+    /// The next message is larger than the last pull allowed. The server may have a higher `max_payload` since a reload of its
+    /// configuration, which clients do not get to know.
+    fn ask_for_more_bytes(&mut self) {
+        let wanted = self.pull_bytes.saturating_mul(2).min(PULL_BYTES_MAX);
+        match self.limits.max_bytes {
+            Some(max) if wanted > max => self.pull_due = Instant::now() + TOO_LARGE_PAUSE,
+            _ if wanted <= self.pull_bytes => self.pull_due = Instant::now() + TOO_LARGE_PAUSE,
+            _ => {
+                self.pull_bytes_min = wanted;
+                tracing::info!(
+                    max_bytes = wanted,
+                    "the next message is larger than the pull allowed; the daemon pulls again"
+                );
+            }
+        }
     }
 
     fn begin_fetch(&mut self, advised: &[Advisory]) {

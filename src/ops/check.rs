@@ -93,10 +93,11 @@ impl<W: Write> Report<'_, W> {
         }
         let pull = permissions::to_pull(visit, &config.consumer).await;
         let acknowledge = permissions::to_acknowledge(visit, &config.consumer).await;
-        if pull.is_ok() && acknowledge.is_ok() {
+        let subscribe = permissions::to_subscribe(visit, config).await;
+        if pull.is_ok() && acknowledge.is_ok() && subscribe.is_ok() {
             self.good("permissions", "to pull and to acknowledge")?;
         }
-        for (what, tried) in [("pull", pull), ("acknowledge", acknowledge)] {
+        for (what, tried) in [("pull", pull), ("acknowledge", acknowledge), ("subscribe", subscribe)] {
             if let Err(error) = tried {
                 self.bad("permissions", &format!("to {what}: {}", chain(&error)))?;
             }

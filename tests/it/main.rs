@@ -18,6 +18,7 @@ mod docs;
 mod domains;
 mod edited;
 mod examples;
+mod field;
 mod gate;
 mod given_up;
 mod gone;

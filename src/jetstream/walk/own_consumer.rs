@@ -10,7 +10,7 @@ use super::{PULL_MESSAGES, Reading};
 use crate::jetstream::client::Client;
 use crate::jetstream::error::Trouble;
 use crate::jetstream::link::Link;
-use crate::jetstream::pull::{HEADER_ROOM_BYTES, PullRequest, Pulls, Received};
+use crate::jetstream::pull::{HEADER_ROOM_BYTES, Heartbeat, PullRequest, Pulls, Received};
 use crate::model::delivery::Raw;
 
 const PULL_BYTES: usize = 8 * 1024 * 1024;
@@ -96,7 +96,7 @@ impl OwnConsumer {
         // A limit below the largest possible message would block the consumer on that message for ever.
         let bytes = PULL_BYTES.max(link.client.max_payload() + HEADER_ROOM_BYTES);
         self.pulls
-            .send(link, PullRequest { messages: PULL_MESSAGES, bytes, expires: PULL_EXPIRES })
+            .send(link, PullRequest { messages: PULL_MESSAGES, bytes, expires: PULL_EXPIRES, heartbeat: Heartbeat::On })
             .await
             .map_err(Trouble::from)
     }

@@ -58,7 +58,12 @@ impl Authority {
 
     /// For a server on loopback, or a client. `until`: the year in whose beginning it ends.
     pub fn issue(&self, name: &str, until: i32) -> Certificate {
-        let mut params = CertificateParams::new(["127.0.0.1".to_owned()]).expect("an address is a name");
+        self.issue_for(name, "127.0.0.1", until)
+    }
+
+    /// For a server with this host name or address.
+    pub fn issue_for(&self, name: &str, host: &str, until: i32) -> Certificate {
+        let mut params = CertificateParams::new([host.to_owned()]).expect("it is a host name or an address");
         params.distinguished_name.push(DnType::CommonName, name);
         params.not_after = rcgen::date_time_ymd(until, 1, 1);
         let key = KeyPair::generate().expect("a key can be made");
