@@ -25,7 +25,7 @@ const RECONNECT_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A shorter connection does not end the backoff.
 const LASTING: Duration = Duration::from_secs(1);
 
-/// Why there is no connection.
+/// Why no connection could be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! Why there is no binding, and why a binding ended.
+//! Why a bind failed, and why a binding ended.
 
 use super::connection::{ConnectError, Denied};
 use super::gate::Finding;

@@ -1,4 +1,4 @@
-//! What the consumer and the worker tell each other.
+//! The events that the consumer passes to the worker, and what the worker passes to the consumer.
 
 use super::error::Error;
 use super::limits::Limits;

@@ -1,41 +1,41 @@
-//! Where consumer and stream stand, followed from look to look: messages that are gone from the stream before they were
-//! processed, and a stream that has become shorter. Pure.
+//! The positions of consumer and stream, compared from look to look. They show messages that left the stream before they were
+//! processed, and a stream that became shorter. No I/O.
 //!
-//! What can be known: a consumer without a filter gets every message in turn, so a sequence that it was never given and that lies
-//! before the stream's first one is a message that is gone, by a limit, a purge or a deletion. With a filter most sequences are
-//! not the consumer's; only what vanishes from `num_pending` without a delivery is certain. No trace at all is left by what was
-//! delivered, and lost with a worker, before it was dropped, and by a purge while no worker runs: it moves the consumer along.
+//! A consumer without a filter gets every message in turn. So a sequence that was never delivered, below the first sequence of the
+//! stream, is a message that a limit, a purge or a deletion removed. With a filter, most sequences are not for the consumer; only
+//! messages that leave `num_pending` without a delivery are certain. Two losses leave no trace here: a message that was delivered,
+//! lost with its worker and then removed, and a purge while no worker runs, which moves the position of the consumer.
 
 use super::look::Snapshot;
 use crate::model::delivery::Position;
 
 /// Gaps between two looks that are kept apart.
 const GAPS_MAX: usize = 64;
-/// A look that was under way when the gap was seen may not know of it yet.
+/// A look that was on its way when the gap appeared may not show the gap yet.
 const LOOKS_PER_GAP: u32 = 2;
 
-/// What an operator has to hear.
+/// What an operator must know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
-    /// The messages with these sequences were not processed and are not in the stream any more.
+    /// The messages with these sequences were not processed and are no longer in the stream.
     Gone { from: u64, to: u64 },
-    /// So many messages at least were not processed and are gone; the stream now begins at `first`.
+    /// At least so many messages left the stream before they were processed. The stream now begins at `first`.
     SomeGone { at_least: u64, first: u64 },
-    /// The stream ends before it did: its tail is lost, and sequences come a second time.
+    /// The stream became shorter: the server lost its end, and new messages get the same sequences again.
     Rewound { from: u64, to: u64 },
-    /// The consumer has acknowledged more than the stream holds, and gets nothing until it has grown that far.
+    /// The ack floor is above the end of the stream. The server delivers nothing until the stream has grown to the floor.
     FloorBeyond { floor: u64, last: u64 },
 }
 
 /// Follows one stream.
 #[derive(Debug, Default)]
 pub struct Positions {
-    /// Up to here every sequence was delivered, or is reported as gone.
+    /// Up to this sequence, every message was delivered or reported as gone.
     accounted: u64,
-    /// Of the last delivery. Two in a row show that nobody else got one in between.
+    /// Of the last delivery. Two in a row show that no other client got a delivery between them.
     consumer_seq: u64,
     gaps: Vec<Gap>,
-    /// The first message that came with a sequence that another one had before: the stream lost its tail and has grown again.
+    /// The first message with a sequence that another message had before: the stream lost its end and has grown again.
     second: Option<u64>,
     last: Option<Figures>,
 }
@@ -47,12 +47,12 @@ struct Gap {
     looks_left: u32,
 }
 
-/// The figures of one look. Those of the stream are a moment older than those of the consumer.
+/// The figures of one look. The figures of the stream are a moment older than those of the consumer.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
     first: u64,
     last: u64,
-    /// When the last one was published.
+    /// When the last message was published.
     last_ns: i128,
     delivered: u64,
     delivered_consumer_seq: u64,
@@ -82,20 +82,20 @@ impl Positions {
     /// A new binding. `fresh`: to another stream than before, or to another consumer on it.
     pub fn bound(&mut self, look: Figures, fresh: bool) -> Vec<Notice> {
         if fresh {
-            // Where a consumer begins is its creator's will.
+            // The operator chose where this consumer begins.
             *self = Self::default();
         }
         if !self.has_seen_all_of(&look) {
-            // What was delivered to nobody that listened is the server's to deliver again.
+            // The server redelivers what was delivered to a client that is gone.
             self.accounted = self.accounted.max(look.delivered);
         }
         self.consumer_seq = look.delivered_consumer_seq;
         self.seen(look)
     }
 
-    /// One delivery came. Whether it wants a look: it leaves a gap, or has the sequence of another message.
+    /// One delivery arrived. Whether a look is needed: the delivery leaves a gap, or has the sequence of another message.
     pub fn delivered(&mut self, position: Position) -> bool {
-        // An empty stream says that its last message came in the year 1.
+        // An empty stream reports a last message of the year 1.
         let is_second = |last: &Figures| {
             last.last_ns > 0 && position.stream_seq <= last.last && i128::from(position.published_ns) > last.last_ns
         };
@@ -130,7 +130,7 @@ impl Positions {
             self.gaps.clear();
             return notices;
         }
-        // The floor of the look before: this one's may be younger than the stream's figures.
+        // The floor of the look before: the floor of this look may be newer than the figures of the stream.
         if let Some(before) = before
             && before.floor > look.last
         {
@@ -142,14 +142,14 @@ impl Positions {
         }
         for gap in &mut self.gaps {
             gap.looks_left -= 1;
-            // What lies behind the first sequence was deleted or skipped by somebody's will.
+            // Gaps above the first sequence are messages that an operator deleted or skipped.
             if look.first > gap.from {
                 notices.push(Notice::Gone { from: gap.from, to: gap.to.min(look.first - 1) });
                 gap.looks_left = 0;
             }
         }
         self.gaps.retain(|gap| gap.looks_left > 0);
-        // With a delivery beyond on its way, that one will show the gap. (A purge moves the consumer along without one.)
+        // A later delivery that is on its way will show the gap. (A purge moves the consumer without a delivery.)
         let nothing_on_its_way = look.delivered <= self.accounted || self.has_seen_all_of(&look);
         if nothing_on_its_way && look.first > self.accounted + 1 {
             notices.push(Notice::Gone { from: self.accounted + 1, to: look.first - 1 });
@@ -160,7 +160,7 @@ impl Positions {
 }
 
 impl Positions {
-    /// The last delivery that the server has made, to anybody, is one that came here.
+    /// The last delivery of the server, to any client, arrived here.
     fn has_seen_all_of(&self, look: &Figures) -> bool {
         self.last.is_some() && self.consumer_seq == look.delivered_consumer_seq
     }
@@ -168,7 +168,7 @@ impl Positions {
 
 impl Figures {
     fn vanished_until(&self, later: &Self) -> Option<Notice> {
-        // As many as this were delivered for the first time, at the most.
+        // At most so many messages were delivered for the first time.
         let deliveries = later.delivered_consumer_seq.checked_sub(self.delivered_consumer_seq)?;
         let at_least = self.pending.checked_sub(deliveries)?.checked_sub(later.pending)?;
         let dropped = later.first > self.first && later.first > self.delivered + 1;
@@ -200,7 +200,7 @@ mod tests {
         let mut positions = bound(1, 10, 10);
         assert_eq!(positions.seen(look(16, 30, 10, 15)), [Notice::Gone { from: 11, to: 15 }]);
         assert_eq!(positions.seen(look(16, 30, 10, 15)), []);
-        assert!(!positions.delivered(delivery(11, 16)), "said already");
+        assert!(!positions.delivered(delivery(11, 16)), "reported already");
         assert_eq!(positions.seen(look(17, 30, 16, 14)), []);
     }
 
@@ -244,7 +244,7 @@ mod tests {
     fn with_a_filter_only_what_vanishes_from_pending_is_certain() {
         let filtered = |first, delivered, pending| Figures { filtered: true, ..look(first, 100, delivered, pending) };
         let mut positions = Positions::default();
-        assert_eq!(positions.bound(filtered(50, 10, 0), true), [], "not ours, as far as we know");
+        assert_eq!(positions.bound(filtered(50, 10, 0), true), [], "not for this consumer, as far as the figures show");
         assert_eq!(positions.seen(filtered(50, 10, 20)), []);
         assert!(!positions.delivered(delivery(11, 55)));
         assert_eq!(positions.seen(filtered(70, 11, 12)), [Notice::SomeGone { at_least: 7, first: 70 }]);

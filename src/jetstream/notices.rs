@@ -97,7 +97,7 @@ impl Notices {
         if consumer.paused {
             tracing::warn!(left = %humantime::format_duration(left), "the consumer is paused; the server delivers nothing");
         } else {
-            tracing::info!("the consumer is no longer paused");
+            tracing::info!("the pause of the consumer has ended");
         }
     }
 

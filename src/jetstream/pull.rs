@@ -158,7 +158,7 @@ impl Pulls {
             (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
                 self.end(pull);
                 self.outstanding = self.outstanding.saturating_sub(left);
-                // The end of an earlier pull may arrive after the next pull was sent, and tells nothing about that one.
+                // The end of an earlier pull may arrive after the next pull was sent, and is not about that one.
                 let is_last = pull == self.sent.checked_sub(1);
                 Ok(if is_last && !self.fruitful { Received::TooLarge } else { Received::Ended })
             }

@@ -1,5 +1,6 @@
-//! The files that the settings name for the way in: secrets and certificates. Read anew at each connect, so that one that was
-//! replaced counts from the next connect on, and looked at before that, because the client does not say which one it cannot use.
+//! The files that the settings name for login and TLS: secrets and certificates. They are read again at each connect, so that a
+//! replaced file is used from the next connect on. They are checked before, because the client does not name the file that it
+//! cannot use.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -15,10 +16,10 @@ use serde::Deserialize;
 
 use crate::config::{Auth, Nats, Tls, how_to_close};
 
-/// Far above any of them; a bundle of all public authorities is a quarter of this.
+/// Far above the size of any such file. A bundle of all public authorities has a quarter of this.
 const FILE_BYTES_MAX: u64 = 1024 * 1024;
 
-/// A file of which nothing can be made: for the operator to mend.
+/// A file that cannot be used. The operator must correct it.
 #[derive(Debug, thiserror::Error)]
 #[error("{}, the value of {setting}, {what}", path.display())]
 pub struct FileError {
@@ -27,19 +28,19 @@ pub struct FileError {
     what: String,
 }
 
-/// Whether every file can be used, as far as that can be told without the server.
+/// Checks every file, as far as that is possible without the server.
 ///
 /// # Errors
-/// The first that cannot.
+/// The first file that cannot be used.
 pub async fn check(nats: &Nats) -> Result<(), FileError> {
     log_in(&nats.auth, b"").await?;
     check_tls(&nats.tls).await
 }
 
-/// What to answer when the server asks who we are. `nonce`: what it wants to be signed.
+/// The login for a connect. `nonce`: what the server wants to be signed.
 ///
 /// # Errors
-/// When the file cannot be used, or is open to everybody.
+/// If the file cannot be used, or if every user may read it.
 pub async fn log_in(auth: &Auth, nonce: &[u8]) -> Result<async_nats::Auth, FileError> {
     let mut answer = async_nats::Auth::new();
     match auth {
@@ -54,7 +55,8 @@ pub async fn log_in(auth: &Auth, nonce: &[u8]) -> Result<async_nats::Auth, FileE
         Auth::Nkey { nkey_file } => {
             let file = File { setting: "nats.nkey_file", path: nkey_file };
             let seed = file.secret().await?;
-            let key = user_key(seed.trim()).ok_or_else(|| file.unfit("holds no NKey seed of a user (SU...)"))?;
+            let key =
+                user_key(seed.trim()).ok_or_else(|| file.unfit("does not have an NKey seed of a user (SU...)"))?;
             answer.nkey = Some(key.public_key());
             answer.signature = Some(sign(&key, nonce, file)?);
         }
@@ -62,10 +64,10 @@ pub async fn log_in(auth: &Auth, nonce: &[u8]) -> Result<async_nats::Auth, FileE
             let file = File { setting: "nats.credentials_file", path: credentials_file };
             let text = file.secret().await?;
             let (jwt, seed) = credentials(&text).ok_or_else(|| {
-                file.unfit("does not hold a user JWT and an NKey seed, each between its two lines of dashes")
+                file.unfit("does not have a user JWT and an NKey seed, each between its two lines of dashes")
             })?;
             let key =
-                user_key(seed).ok_or_else(|| file.unfit("holds a seed that is no NKey seed of a user (SU...)"))?;
+                user_key(seed).ok_or_else(|| file.unfit("has a seed that is not an NKey seed of a user (SU...)"))?;
             answer.jwt = Some(jwt.to_owned());
             answer.signature = Some(sign(&key, nonce, file)?);
         }
@@ -73,7 +75,7 @@ pub async fn log_in(auth: &Auth, nonce: &[u8]) -> Result<async_nats::Auth, FileE
     Ok(answer)
 }
 
-/// When the JWT in a credentials file ended to be valid, if it did.
+/// When the JWT in a credentials file expired, if it has expired.
 pub async fn expired_at(auth: &Auth) -> Option<SystemTime> {
     #[derive(Deserialize)]
     struct Claims {
@@ -95,18 +97,18 @@ async fn check_tls(tls: &Tls) -> Result<(), FileError> {
         for certificate in file.certificates().await? {
             roots
                 .add(certificate)
-                .map_err(|error| file.unfit(&format!("holds a certificate of no authority: {error}")))?;
+                .map_err(|error| file.unfit(&format!("has a certificate that is not of an authority: {error}")))?;
         }
     }
     let (Some(cert), Some(key)) = (&tls.cert_file, &tls.key_file) else { return Ok(()) };
     let chain = File { setting: "nats.tls.cert_file", path: cert }.certificates().await?;
     let file = File { setting: "nats.tls.key_file", path: key };
     let key = PrivateKeyDer::from_pem_slice(file.secret().await?.as_bytes())
-        .map_err(|_| file.unfit("holds no private key (PEM, without a passphrase)"))?;
+        .map_err(|_| file.unfit("does not have a private key (PEM, without a passphrase)"))?;
     ClientConfig::builder()
         .with_root_certificates(RootCertStore::empty())
         .with_client_auth_cert(chain, key)
-        .map_err(|error| file.unfit(&format!("does not go with the certificate in {}: {error}", cert.display())))?;
+        .map_err(|error| file.unfit(&format!("does not match the certificate in {}: {error}", cert.display())))?;
     Ok(())
 }
 
@@ -117,7 +119,7 @@ struct File<'a> {
 }
 
 impl File<'_> {
-    /// The content of a file that is for us alone, without the line end that editors leave behind.
+    /// The content of a file that only the daemon may read, without the line end that editors add.
     async fn secret(self) -> Result<String, FileError> {
         let metadata = self.metadata().await?;
         if let Some(how) = how_to_close(self.path, &metadata) {
@@ -136,16 +138,18 @@ impl File<'_> {
         let text = self.text().await?;
         match CertificateDer::pem_slice_iter(text.as_bytes()).collect::<Result<Vec<_>, _>>() {
             Ok(certificates) if !certificates.is_empty() => Ok(certificates),
-            Ok(_) | Err(_) => Err(self.unfit("holds no certificates (PEM)")),
+            Ok(_) | Err(_) => Err(self.unfit("does not have certificates (PEM)")),
         }
     }
 
-    /// Looked at before the file is opened: opening a pipe would wait for its other end.
+    /// Checked before the file is opened, because opening a pipe would wait for its other end.
     async fn metadata(self) -> Result<std::fs::Metadata, FileError> {
         let metadata = tokio::fs::metadata(self.path).await.map_err(|error| self.unreadable(&error))?;
         match metadata {
             metadata if !metadata.is_file() => Err(self.unfit("is not a file")),
-            metadata if metadata.len() > FILE_BYTES_MAX => Err(self.unfit("is far too large for what it should hold")),
+            metadata if metadata.len() > FILE_BYTES_MAX => {
+                Err(self.unfit("is larger than 1 MiB, which is too large for its purpose"))
+            }
             metadata => Ok(metadata),
         }
     }
@@ -163,17 +167,17 @@ impl File<'_> {
     }
 }
 
-/// `None` for what is no seed, or the seed of something else than a user.
+/// `None` for a text that is not the seed of a user.
 fn user_key(seed: &str) -> Option<KeyPair> {
     let key = KeyPair::from_seed(seed).ok()?;
     matches!(key.key_pair_type(), KeyPairType::User).then_some(key)
 }
 
 fn sign(key: &KeyPair, nonce: &[u8], file: File<'_>) -> Result<Vec<u8>, FileError> {
-    key.sign(nonce).map_err(|error| file.unfit(&format!("holds a key that cannot sign: {error}")))
+    key.sign(nonce).map_err(|error| file.unfit(&format!("has a key that cannot sign: {error}")))
 }
 
-/// JWT and seed out of a credentials file: the line after each dashed line that says BEGIN.
+/// JWT and seed of a credentials file: the line after each dashed line with BEGIN.
 fn credentials(text: &str) -> Option<(&str, &str)> {
     let is_dashed = |line: &str| line.starts_with("---") && line.ends_with("---");
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());

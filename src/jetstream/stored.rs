@@ -217,7 +217,7 @@ impl Stored {
     }
 }
 
-/// The first message from `seq` on whose subject matches; `None` if there is none.
+/// The first message from `seq` on whose subject matches; `None` without such a message.
 ///
 /// The types of the client cannot be used: they parse the headers.
 pub async fn next_message(client: &Client, stream: &str, seq: u64, filter: &str) -> Result<Option<Stored>, Error> {
@@ -240,7 +240,7 @@ async fn ask(client: &Client, stream: &str, request: String) -> Result<Option<St
     })
 }
 
-/// Why an answer of the server has no message and does not say that there is none.
+/// Why an answer of the server has neither a message nor the error that no message was found.
 #[derive(Debug, PartialEq)]
 pub enum AnswerError {
     NoStream,

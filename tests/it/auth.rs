@@ -338,7 +338,7 @@ async fn expired_credentials_are_read_again_once_they_are_renewed() {
     broker.acknowledged(1).await;
     worker.not_ready("its JWT expired at 20").await;
     let file = secret(spec.secret_file("nats.credentials_file"), "half of it");
-    worker.not_ready("does not hold a user JWT").await;
+    worker.not_ready("does not have a user JWT").await;
     set_mode(&file, 0o604);
     worker.not_ready("is open to every user (mode 0604)").await;
     secret(file, &operator.user(None));
@@ -361,10 +361,10 @@ async fn files_that_cannot_be_used_are_refused_at_the_start() {
     for (key, text, words) in [
         ("nats.password_file", "", "is empty"),
         ("nats.token_file", "\n", "is empty"),
-        ("nats.nkey_file", half, "holds no NKey seed of a user (SU...)"),
-        ("nats.nkey_file", account.as_str(), "holds no NKey seed of a user (SU...)"),
-        ("nats.credentials_file", seed.as_str(), "does not hold a user JWT and an NKey seed"),
-        ("nats.tls.ca_file", "hello", "holds no certificates (PEM)"),
+        ("nats.nkey_file", half, "does not have an NKey seed of a user (SU...)"),
+        ("nats.nkey_file", account.as_str(), "does not have an NKey seed of a user (SU...)"),
+        ("nats.credentials_file", seed.as_str(), "does not have a user JWT and an NKey seed"),
+        ("nats.tls.ca_file", "hello", "does not have certificates (PEM)"),
     ] {
         let spec = spec().with_secret(key, text);
         let spec = if key == "nats.password_file" { spec.set("nats.user", "worker") } else { spec };
@@ -375,8 +375,8 @@ async fn files_that_cannot_be_used_are_refused_at_the_start() {
         }
     }
     let with_key = |key: PathBuf| spec().set("nats.tls.cert_file", one.cert.clone()).set("nats.tls.key_file", key);
-    refused(&with_key(one.cert.clone()), &["nats.tls.key_file", "holds no private key"]).await;
-    refused(&with_key(another.key), &["nats.tls.key_file", "does not go with the certificate in", "one.pem"]).await;
+    refused(&with_key(one.cert.clone()), &["nats.tls.key_file", "does not have a private key"]).await;
+    refused(&with_key(another.key), &["nats.tls.key_file", "does not match the certificate in", "one.pem"]).await;
     refused(&with_key(folder.path().join("none")), &["nats.tls.key_file", "cannot be read: No such file"]).await;
     refused(&spec().set("nats.token_file", folder.path()), &["nats.token_file", "is not a file"]).await;
 

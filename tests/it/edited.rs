@@ -168,7 +168,7 @@ async fn a_paused_consumer_is_shown_and_work_resumes_after_the_pause() {
 
     broker.acknowledged(5).await;
     worker.metric("consumer_paused", 0.0).await;
-    worker.logged(&["INFO", "no longer paused"]).await;
+    worker.logged(&["INFO", "the pause of the consumer has ended"]).await;
     assert_eq!(worker.lines(&["WARN", "the consumer is paused"]), 1);
     spec.db().applied_once(5).await;
     worker.drain().await;

@@ -53,7 +53,6 @@ const NOT_YET: &[(&str, &str, &str)] = &[
     ("lengths", "src/ops", "audit.rs, dead_letters.rs and the dispatch of cli.rs are being split"),
     ("lengths", "src/store.rs", "402 lines"),
     ("lengths", "src/worker", "inbox.rs and worker.rs are being split"),
-    ("words", "src/jetstream", PLAIN),
     ("words", "src/ops", PLAIN),
     ("words", "src/store", PLAIN),
     ("words", "src/worker", PLAIN),

@@ -49,7 +49,7 @@ fn limits(consumer: &ConsumerInfo, ours: Expectations) -> Vec<String> {
     if config.max_deliver > i64::from(ours.retry_max_attempts) {
         found.push(format!(
             "consumer {name} has max_deliver {}: deliveries lost to restarts and disconnects count too, and after the last one the \
-             server delivers the order no more; run `order-processor setup --update --unset max-deliver`",
+             server no longer delivers the order; run `order-processor setup --update --unset max-deliver`",
             config.max_deliver
         ));
     }
