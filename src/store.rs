@@ -3,6 +3,8 @@
 //!
 //! [`Store`], [`Tx`] and [`Reader`] have one arm for each database. The contract that each arm must fulfil is the suite
 //! `store::*` in `tests/it`.
+//!
+//! Longer than most files: each verb of three enums stands here with what it promises.
 
 use std::path::Path;
 

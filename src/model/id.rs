@@ -24,7 +24,7 @@ pub struct IdScheme {
 }
 
 impl IdScheme {
-    /// The id of a message, or why its payload cannot give the one that the pointer asks for.
+    /// The id of a message, or why its payload has no value at the pointer.
     pub(super) fn derive(&self, raw: &Raw) -> Result<Arc<str>, String> {
         let header = raw.headers.iter().find(|(name, value)| name == MESSAGE_ID_HEADER && !value.is_empty());
         if let Some((_, id)) = header {
@@ -48,7 +48,7 @@ impl IdScheme {
     }
 }
 
-/// The string or number at an RFC 6901 pointer, as it is written; `None` if there is none there.
+/// The string or number at an RFC 6901 pointer, as it is written; `None` if there is no such value.
 ///
 /// Values stay raw text: a number beyond 2^53 or an exponent beyond `f64` must not turn two ids into one, and must not make
 /// a payload undecodable.
@@ -80,7 +80,7 @@ fn scalar_at(payload: &[u8], pointer: &str) -> Result<Option<String>, serde_json
     }
 }
 
-/// 128 bits of BLAKE3 over subject and payload: tells a repetition from another order under the same id.
+/// 128 bits of BLAKE3 over subject and payload. It distinguishes a repetition from another order under the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Digest(pub [u8; 16]);
 

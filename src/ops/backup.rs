@@ -1,4 +1,4 @@
-//! `backup`: a consistent copy of the database, checked before it gets its name. The daemon may run or not.
+//! `backup`: a consistent copy of the database, which is checked before it gets its name. The daemon may run.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ pub enum BackupError {
 pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Result<(), BackupError> {
     let stop = CancellationToken::new();
     signals::listen(stop.clone(), || {}).map_err(BackupError::Signals)?;
-    // SQLite takes a name like "file:x" for something else.
+    // For SQLite, a name like "file:x" is a URI.
     let file = std::path::absolute(&args.file).map_err(|source| BackupError::Write(args.file.clone(), source))?;
     let making = make(&config.database, &file, &args.file);
     let Some(made) = stop.run_until_cancelled(making).await else { return Err(BackupError::Stopped) };
@@ -56,7 +56,7 @@ pub async fn run(config: &Config, args: BackupArgs, out: &mut impl Write) -> Res
     Ok(())
 }
 
-/// `named` is what the operator calls the file.
+/// `named` is the file as the operator wrote it.
 async fn make(database: &Database, file: &Path, named: &Path) -> Result<Contents, BackupError> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::AlreadyExists => BackupError::Exists(named.to_owned()),

@@ -1,4 +1,4 @@
-//! A file that a command writes: it has its name only when it is whole, and never takes the name of another one.
+//! A file that a command writes. It gets its name when it is complete, and never replaces another file.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-/// Goes again unless it is kept.
+/// Deleted on drop, unless it was kept.
 pub struct NewFile {
     path: PathBuf,
-    /// Beside it, so that a rename will do.
+    /// In the same folder, so that a rename is enough.
     partial: PathBuf,
 }
 
@@ -29,19 +29,19 @@ impl NewFile {
         Ok(Self { path: path.to_owned(), partial })
     }
 
-    /// Where it is until it is kept.
+    /// The path of the file until it is kept.
     pub fn partial(&self) -> &Path {
         &self.partial
     }
 
-    /// Gives it its name, on the disk as well.
+    /// Gives the file its name, durably.
     ///
     /// # Errors
-    /// `AlreadyExists` if somebody else has taken the name meanwhile.
+    /// `AlreadyExists` if another file has taken the name meanwhile.
     pub fn keep(self) -> io::Result<()> {
         File::open(&self.partial)?.sync_all()?;
         match renameat_with(CWD, &self.partial, CWD, &self.path, RenameFlags::NOREPLACE) {
-            // Not every file system has it, as NFS; those have links.
+            // Some file systems, such as NFS, have no such rename, but they have links.
             Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => std::fs::hard_link(&self.partial, &self.path)?,
             renamed => renamed?,
         }
@@ -52,7 +52,7 @@ impl NewFile {
 
 impl Drop for NewFile {
     fn drop(&mut self) {
-        // Already gone if it was kept, and nothing to be done about any other failure.
+        // Already gone if it was kept. Nothing can be done about another failure.
         drop(std::fs::remove_file(&self.partial));
     }
 }

@@ -6,7 +6,7 @@ use super::Holder;
 use crate::config::Database;
 use crate::model::label::label;
 
-/// A statement or a commit that did not go through.
+/// A statement or a commit that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{doing}")]
 pub struct Error {
@@ -26,7 +26,7 @@ impl Error {
         Self { doing, class, source: source.into() }
     }
 
-    /// Whether the data of one message may be to blame. If not, no message is judged by it and no attempt is spent.
+    /// Whether the data of one message may be the cause. If not, no message is blamed and no attempt is counted.
     pub fn is_about_data(&self) -> bool {
         match self.class {
             ErrorClass::Constraint => true,
@@ -39,7 +39,7 @@ impl Error {
         }
     }
 
-    /// Whether some of what was to be written may stand in the file all the same.
+    /// Whether a part of the data may be in the file although the statement failed.
     pub fn may_have_written(&self) -> bool {
         match self.class {
             ErrorClass::Busy | ErrorClass::Constraint => false,
@@ -47,7 +47,7 @@ impl Error {
         }
     }
 
-    /// Whether time may mend it without the operator.
+    /// Whether the error may pass without the operator.
     pub fn may_pass(&self) -> bool {
         match self.class {
             ErrorClass::Busy | ErrorClass::Full | ErrorClass::Io | ErrorClass::ReadOnly => true,
@@ -56,7 +56,7 @@ impl Error {
     }
 }
 
-/// Why the database could not be opened. All but the last are for the operator to mend.
+/// Why the database could not be opened. [`OpenError::is_for_operator`] says which of them a restart cannot correct.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("database folder {} does not exist; mount its disk, create the folder or correct database.url", .0.display())]
@@ -175,7 +175,7 @@ impl OpenError {
 }
 
 label! {
-    /// What an error of the database says about what to do next.
+    /// The kind of an error, which decides what the daemon does next.
     pub enum ErrorClass: "class" {
         /// Another process holds the lock.
         Busy = "busy",
@@ -185,9 +185,9 @@ label! {
         Io = "io",
         /// The file or its file system cannot be written.
         ReadOnly = "read_only",
-        /// The file is damaged, or no database.
+        /// The file is damaged, or is not a database.
         Corrupt = "corrupt",
-        /// A constraint of the schema does not hold.
+        /// A value violates a constraint of the schema.
         Constraint = "constraint",
         /// Anything else.
         Other = "other",

@@ -37,13 +37,14 @@ mod tx;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("migrations/sqlite");
 
-/// Of a new database. Twice SQLite's default: a backlog fills whole pages, and each costs two writes whatever its size.
+/// The page size of a new database, twice SQLite's default. A backlog fills whole pages, and each page costs two writes, whatever
+/// its size.
 const PAGE_BYTES: u32 = 8192;
-/// The WAL is copied into the database when it has so many pages, and a commit waits for that.
+/// SQLite copies the WAL into the database when the WAL has this many pages. A commit waits for that.
 const CHECKPOINT_PAGES: u32 = 2_000;
-/// A WAL that a long reader has made larger than this is cut back when the reader has gone.
+/// A WAL that a long reader has made larger than this is truncated after the reader has ended.
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
-/// How often that is tried, since it waits for readers as long as [`open::BUSY_TIMEOUT`] says.
+/// How often the truncation is tried: it waits for readers for up to [`open::BUSY_TIMEOUT`].
 const WAL_LIMIT_EVERY: Duration = Duration::from_secs(60);
 const LOOKING_UP: &str = "looking ids up";
 
@@ -57,14 +58,14 @@ pub struct Store {
     clean: bool,
     /// Device and inode of the file that was opened.
     identity: Option<(u64, u64)>,
-    /// The database itself has failed since the last time that everything in the WAL was known to be on disk.
+    /// The database has failed, and it is not known whether everything in the WAL is on disk.
     faulted: bool,
-    /// Whether `attempts` may have rows. Only the process with the lock writes it, so its happy path need not ask.
+    /// Whether `attempts` may have rows. Only the process with the lock writes the table, so the usual path need not ask.
     any_attempts: bool,
     ids: Ids,
-    /// No look at the size of the WAL before this.
+    /// The size of the WAL is not checked before this.
     wal_due: Instant,
-    /// None where another process may be the daemon.
+    /// `None` if another process may be the daemon.
     lock: Option<Lock>,
 }
 
@@ -85,7 +86,7 @@ impl Store {
         if after_stop {
             store.take_back_start().await.map_err(unopened)?;
         }
-        // Reads the newest ids, and seals what is due, before anybody asks for one.
+        // Reads the newest ids and seals those that are due, before the first batch.
         store.begin().await.map_err(unopened)?.commit().await.map_err(unopened)?;
         Ok(store)
     }
@@ -183,12 +184,13 @@ impl Store {
         if !self.clean
             && let Some(suspect) = self.connection.take()
         {
-            // Whatever was wrong with it has been reported, and closing rolls back and unlocks also when it fails.
+            // The cause was reported already. Closing rolls back and unlocks even if it fails.
             drop(suspect.close_hard().await);
         }
     }
 
-    /// SQLite goes on writing into a file that was deleted or moved away, and what is acknowledged then is gone with it.
+    /// SQLite continues to write into a file that was deleted or moved away. Orders that are acknowledged then would be lost with
+    /// the file.
     fn require_same_file(&self) -> Result<(), Error> {
         if identity(&self.path) == self.identity {
             return Ok(());
@@ -197,20 +199,20 @@ impl Store {
     }
 
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
-        // What the last connection counted means nothing on this one, and its last transaction may or may not be in the file.
+        // The counts of the last connection mean nothing on this one, and its last transaction may or may not be in the file.
         self.ids.distrust();
         // Never `create_if_missing` here: a file deleted under us must not come back empty.
         let mut connection = connect(&self.options, "opening the database again").await?;
         if self.faulted {
-            // A commit whose fsync failed may stand in the WAL all the same, and its messages will look processed. Copying
-            // the WAL into the database writes those pages anew and syncs them; only then may a duplicate be acknowledged.
+            // A commit whose fsync failed may be in the WAL, and its messages then look processed. Copying the WAL into the
+            // database writes those pages again and syncs them. Only then may a duplicate be acknowledged.
             const DOING: &str = "writing the WAL into the database";
             let (busy, _, _): (i64, i64, i64) = sqlx::query_as("PRAGMA wal_checkpoint(FULL)")
                 .fetch_one(&mut connection)
                 .await
                 .map_err(|source| failed(DOING, source))?;
             if busy != 0 {
-                // It then wrote a part or nothing, and says so in this row alone.
+                // SQLite then wrote a part or nothing, and reports that only in this row.
                 let text = "another program has a transaction open on the database";
                 return Err(Error::new(DOING, ErrorClass::Busy, text));
             }
@@ -219,8 +221,8 @@ impl Store {
         Ok(connection)
     }
 
-    /// SQLite starts the WAL over when a commit finds no reader in it. A reader that stays, or one that overlaps with the next,
-    /// keeps it from that; here it is insisted on, and if that is in vain somebody is told, for the disk fills up.
+    /// SQLite begins the WAL again when a commit finds no reader in it. A long reader, or readers that overlap, prevent that, and
+    /// the disk fills up. This function truncates the WAL. If it cannot, it logs the cause.
     async fn limit_wal(&mut self, connection: &mut SqliteConnection) {
         let wal_bytes = self.sizes().wal;
         if wal_bytes <= WAL_LIMIT_BYTES || Instant::now() < self.wal_due {
@@ -234,7 +236,7 @@ impl Store {
                 wal_bytes,
                 "the WAL grows, since another program keeps a transaction open on the database; end it before the disk is full"
             ),
-            // The transaction that comes next tells more, if this was no coincidence.
+            // The next transaction reports the cause if it lasts.
             Err(error) => tracing::warn!(wal_bytes, %error, "the WAL cannot be cut back"),
         }
     }
@@ -250,9 +252,8 @@ impl Store {
         Ok(counts)
     }
 
-    /// Drops up to `limit` of the oldest ids, as long as each is `prunable`. Returns how many went; fewer than `limit` means
-    /// that none is left to drop. Attempts that nobody has touched for as long go with them: their message has vanished, or
-    /// starts from the first attempt if it comes after all.
+    /// Deletes up to `limit` of the oldest ids that are `prunable`. Attempts that were not updated for as long are deleted too:
+    /// their message is gone, or it begins again with the first attempt if it is redelivered.
     pub async fn prune(&mut self, prunable: Prunable, limit: u32) -> Result<u64, Error> {
         const DOING: &str = "pruning ids";
         let mut tx = self.begin().await?;
@@ -293,15 +294,15 @@ impl Store {
     }
 }
 
-/// A file that cannot be looked at counts as empty.
+/// A file that cannot be read counts as empty.
 pub fn sizes(path: &Path) -> Sizes {
     let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     Sizes { database: bytes(path), wal: bytes(&beside(path, "-wal")) }
 }
 
-/// Begins a transaction, and says whether others have written since the last one: then the number is another.
+/// Begins a transaction. The returned number differs from the last one if other connections have written in between.
 async fn begin(connection: &mut SqliteConnection, how: &str) -> Result<i64, Error> {
-    // In one go, since each costs a way to SQLite's thread and back.
+    // One request for both: each request costs a way to SQLite's thread and back.
     let sql = AssertSqlSafe(format!("{how}; PRAGMA data_version"));
     let data_version = sqlx::query_scalar(sql).fetch_one(connection).await;
     data_version.map_err(|source| failed("beginning a transaction", source))

@@ -32,12 +32,12 @@ mod find;
 mod key;
 mod page;
 
-/// Ids that are sealed together. They take 3 MiB of memory before, and 150 kB for their filter after.
+/// Ids that are sealed together. They take 3 MiB of memory before that, and 150 kB for their filter after.
 pub const SEGMENT_ROWS: usize = 50_000;
 const INDEXING: &str = "reading the index of the ids";
 const SEALING: &str = "writing the index of the ids";
 
-/// What is in memory of the index.
+/// The part of the index that is in memory.
 #[derive(Debug)]
 pub struct Ids {
     /// Oldest first.
@@ -46,11 +46,11 @@ pub struct Ids {
     open: HashMap<Key, Open, BuildHasherDefault<AsItIs>>,
     /// The last row that is known here.
     last_row: i64,
-    /// What the transaction in hand has added to `open`.
+    /// What the open transaction has added to `open`.
     staged: Vec<(Key, i64)>,
-    /// Whether there may be dead letters, or were some.
+    /// Whether there may be open or closed dead letters.
     pub any_letters: bool,
-    /// SQLite's number for what others have committed, as of the last look. It means nothing on another connection.
+    /// SQLite's number for the commits of other connections, at the last refresh. It means nothing on another connection.
     data_version: Option<i64>,
     segment_rows: usize,
 }
@@ -72,7 +72,7 @@ struct Open {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fresh {
     Yes,
-    /// There are more rows than go into one segment: [`Ids::seal`] and go on.
+    /// There are more rows than one segment takes: call [`Ids::seal`] and refresh again.
     NotYet,
 }
 
@@ -92,24 +92,24 @@ impl Default for Ids {
 }
 
 impl Ids {
-    /// For who only reads: what is to be sealed is left to the daemon, which does it with its next transaction.
+    /// For readers. They seal nothing: the daemon does that in its next transaction.
     pub fn reading() -> Self {
         Self { segment_rows: SEGMENT_ROWS * 10, ..Self::default() }
     }
 
-    /// Seals after so many rows: tests need not write [`SEGMENT_ROWS`].
+    /// Seals after this many rows, for tests that cannot write [`SEGMENT_ROWS`].
     pub fn seal_after(&mut self, rows: usize) {
         self.segment_rows = rows.clamp(1, SEGMENT_ROWS);
     }
 
-    /// To be called when there is another connection, since the last one left a transaction that may or may not be in the file.
+    /// Must be called for a new connection: the last transaction of the old one may or may not be in the file.
     pub fn distrust(&mut self) {
         self.unstage(0);
         self.data_version = None;
     }
 
-    /// Takes in what the file has, if anybody else may have written it since the last time. To be called within a transaction,
-    /// with the `PRAGMA data_version` of its connection.
+    /// Reads the rows that other connections may have written since the last refresh. Must be called within a transaction, with the
+    /// `PRAGMA data_version` of its connection.
     pub async fn refresh(&mut self, connection: &mut SqliteConnection, data_version: i64) -> Result<Fresh, Error> {
         if self.data_version == Some(data_version) {
             return Ok(Fresh::Yes);
@@ -141,7 +141,7 @@ impl Ids {
             .await
             .map_err(failed)?;
         if rows != self.open.len() as i64 {
-            // Somebody has deleted rows, or a seal of ours was undone.
+            // An operator has deleted rows, or a seal was undone.
             self.open.clear();
             self.last_row = floor;
             if self.read_rows(connection).await? == Fresh::NotYet {
@@ -152,7 +152,7 @@ impl Ids {
         Ok(Fresh::Yes)
     }
 
-    /// Drops the segments that are gone from the file, and reads those that are new in it.
+    /// Forgets the segments that are gone from the file, and reads the new ones.
     async fn read_segments(&mut self, connection: &mut SqliteConnection) -> Result<(), Error> {
         let failed = |source| failed(INDEXING, source);
         let there: Vec<(i64, i64, i64)> =
@@ -164,7 +164,7 @@ impl Ids {
         for segment in self.segments.extract_if(.., |known| !same(known)) {
             self.filters.remove(segment.number);
         }
-        // What is not in the index would look new.
+        // An id that is missing in the index would look new.
         if !there
             .is_sorted_by(|(before, _, last_row), (number, first_row, _)| *number == before + 1 && first_row > last_row)
         {
@@ -193,10 +193,10 @@ impl Ids {
         Ok(())
     }
 
-    /// Reads the rows after the last one that is known, as many as go into the open segment.
+    /// Reads the rows after the last known row, as many as the open segment takes.
     async fn read_rows(&mut self, connection: &mut SqliteConnection) -> Result<Fresh, Error> {
         let room = self.segment_rows.saturating_sub(self.open.len());
-        // One more, to see whether there is more.
+        // One more row than that, to see whether there are more.
         let mut rows = sqlx::query("SELECT row, id, digest FROM processed_ids WHERE row > ? ORDER BY row LIMIT ?")
             .bind(self.last_row)
             .bind(room as i64 + 1)
@@ -223,12 +223,12 @@ impl Ids {
         self.open.len() >= self.segment_rows
     }
 
-    /// Writes the index of the open segment. To be called in the transaction of [`refresh`](Self::refresh), before anything is
-    /// [added](Self::add) in it.
+    /// Writes the index of the open segment. Must be called in the transaction of [`refresh`](Self::refresh), before anything is
+    /// [added](Self::add).
     pub async fn seal(&mut self, connection: &mut SqliteConnection) -> Result<(), Error> {
         let failed = |source| failed(SEALING, source);
         if self.segments.len() % 20 == 19 {
-            // The first start after many rows were put in by hand, or by the version before, is a long one.
+            // The first start after an upgrade, or after many rows were inserted by hand, takes long.
             tracing::info!(rows = (self.segments.len() + 1) * self.segment_rows, "ids are indexed");
         }
         let Some(first_row) = self.open.values().map(|open| open.row).min() else { return Ok(()) };
@@ -255,7 +255,7 @@ impl Ids {
             bind(&mut arguments, page)?;
             bind(&mut arguments, with_check(page, entries.iter().flat_map(|entry| entry.to_le_bytes()).collect()))?;
         }
-        // There are pages already if somebody has deleted the segments, so that the index is made anew.
+        // Pages exist already if an operator has deleted the segments, so that the index is built again.
         let sql = values("INSERT OR REPLACE INTO id_pages (page, entries) VALUES ", 2, pages.len(), "");
         sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await.map_err(failed)?;
 
@@ -265,7 +265,7 @@ impl Ids {
         Ok(())
     }
 
-    /// Removes what the index has of rows up to `row`, which are gone from the table, from the file.
+    /// Deletes the index of the rows up to `row`, which are gone from the table, from the file.
     pub async fn forget(&self, connection: &mut SqliteConnection, row: i64) -> Result<(), Error> {
         let failed = |source| failed("dropping a part of the index of the ids", source);
         for segment in self.segments.iter().take_while(|segment| segment.last_row <= row) {
@@ -290,7 +290,7 @@ impl Ids {
         self.open.retain(|_, open| open.row > row);
     }
 
-    /// Takes in rows that the transaction in hand has added, the last of which is `last_row`.
+    /// Adds the rows that the open transaction has inserted. The last of them is `last_row`.
     pub fn add(&mut self, rows: &[(Key, &Delivery)], last_row: i64) {
         let first_row = last_row + 1 - rows.len() as i64;
         for (row, (key, delivery)) in (first_row..).zip(rows) {
@@ -304,7 +304,7 @@ impl Ids {
         self.staged.len()
     }
 
-    /// Takes back what was added since then.
+    /// Removes what was added since then.
     pub fn unstage(&mut self, since: usize) {
         for (key, _) in self.staged.drain(since.min(self.staged.len())..) {
             self.open.remove(&key);

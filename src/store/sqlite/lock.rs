@@ -13,7 +13,7 @@ const REPAIR: &str = ", audit --repair";
 /// Written when a shutdown begins. A clean exit deletes the file, so finding this text means that the shutdown was interrupted.
 const STOPPING: &str = ", stopping";
 
-/// The lock, held until it is dropped. The kernel gives it back when the process dies, however it dies.
+/// The lock, held until it is dropped. The kernel releases it when the process ends, in whatever way.
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
@@ -21,7 +21,7 @@ pub struct Lock {
     after_stop: bool,
 }
 
-/// Why there is no lock.
+/// Why the lock was not taken.
 #[derive(Debug)]
 pub enum LockError {
     /// Another process has it; the text names it.
@@ -30,7 +30,7 @@ pub enum LockError {
 }
 
 impl Lock {
-    /// Takes the lock or says who has it, without waiting.
+    /// Takes the lock, or returns its holder. Does not wait.
     pub fn try_acquire(database: &Path) -> Result<Self, LockError> {
         let path = path(database);
         loop {
@@ -42,20 +42,20 @@ impl Lock {
                 Err(std::fs::TryLockError::WouldBlock) => return Err(LockError::Held(holder(&mut file))),
                 Err(std::fs::TryLockError::Error(error)) => return Err(LockError::Io(error)),
             }
-            // The last holder removes the file while it still has the lock: what we locked may be gone from the folder.
+            // The last holder deletes the file while it still has the lock: the locked file may be gone from the folder.
             if is_still_at(&file, &path) {
                 let after_stop = signature(&mut file).ends_with(STOPPING);
                 let mut lock = Self { path, file, after_stop };
-                // Killed, we leave it behind, and the daemon must be able to take it.
+                // If this process is killed, the file stays, and the daemon must be able to lock it.
                 give_to_owner(&lock.path, database);
-                // On a full disk nobody learns our name, but the lock is ours all the same.
+                // On a full disk the file does not name its holder, but the lock holds.
                 lock.sign("");
                 return Ok(lock);
             }
         }
     }
 
-    /// Whether the last holder was ended in the middle of its stop: somebody wanted it to end, and nothing crashed.
+    /// Whether the last holder was killed during its shutdown. Then it was stopped on purpose and did not crash.
     pub fn comes_after_a_stop(&self) -> bool {
         self.after_stop
     }
@@ -74,12 +74,12 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Left behind, the file harms nobody: it is not locked any more.
+        // A file that stays does no harm: nothing locks it then.
         drop(std::fs::remove_file(&self.path));
     }
 }
 
-/// The longer text is the later one, so that nobody reads nothing.
+/// The text never becomes shorter, so that a reader never finds an empty file.
 fn sign(file: &mut File, purpose: &str) -> io::Result<()> {
     let text = format!("process {}{purpose}", std::process::id());
     file.rewind()?;
@@ -87,7 +87,7 @@ fn sign(file: &mut File, purpose: &str) -> io::Result<()> {
     file.set_len(text.len() as u64)
 }
 
-/// Notes that this process, which has the lock, is about to end: its next holder learns it if that end is cut short.
+/// Records that this process, which has the lock, begins its shutdown. The next holder reads it if the shutdown is interrupted.
 pub fn sign_as_stopping(database: &Path) {
     let signed = OpenOptions::new().write(true).open(path(database)).and_then(|mut file| sign(&mut file, STOPPING));
     if let Err(error) = signed {

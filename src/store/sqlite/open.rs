@@ -17,7 +17,7 @@ use super::sql::{failed, io_class};
 use crate::store::sql::ROWS_MAX;
 use crate::store::{Error, ErrorClass, OpenError, Presence};
 
-/// How long a statement waits for a lock that another program holds, a shell or a backup, before the batch is put off.
+/// How long a statement waits for a lock of another program, such as a shell, before the batch is put off.
 pub const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a starting process waits for the previous process to close the file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
@@ -80,8 +80,8 @@ pub async fn acquire(path: &Path) -> Result<Lock, OpenError> {
     }
 }
 
-/// Makes an empty file, which SQLite takes for a new database, for the owner alone. SQLite gives the files that it puts
-/// beside it the same mode.
+/// Creates an empty file with access for the owner only. For SQLite, an empty file is a new database. SQLite creates the files
+/// beside it with the same mode.
 pub fn create(path: &Path) -> io::Result<()> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
@@ -95,7 +95,7 @@ pub fn missing_file() -> Error {
     Error::new("looking for the database file", ErrorClass::Io, text)
 }
 
-/// What time may mend is waited for; the rest is for the operator.
+/// Errors that may pass are waited for; the operator must correct the others.
 pub fn unusable(path: &Path, source: io::Error) -> OpenError {
     let class = io_class(&source);
     let path = path.to_owned();
@@ -111,7 +111,7 @@ pub fn require_folder(path: &Path) -> Result<(), OpenError> {
     if is_there(folder)? && folder.is_dir() { Ok(()) } else { Err(OpenError::MissingFolder(folder.to_owned())) }
 }
 
-/// SQLite needs to make files of its own beside the database.
+/// SQLite must be able to create files beside the database.
 fn require_access(path: &Path) -> Result<(), OpenError> {
     let folder_access = (folder(path), Access::WRITE_OK | Access::EXEC_OK);
     let file_access = is_there(path)?.then_some((path, Access::READ_OK | Access::WRITE_OK));
@@ -121,19 +121,19 @@ fn require_access(path: &Path) -> Result<(), OpenError> {
     Ok(())
 }
 
-/// That there is a file, and one for us to read, without opening it.
+/// Requires a file that this user may read. Does not open the file.
 pub fn require_readable(path: &Path) -> Result<(), OpenError> {
     if !is_there(path)? {
         return Err(OpenError::Missing(path.to_owned()));
     }
     match rustix::fs::access(path, Access::READ_OK).map_err(io::Error::from) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Err(OpenError::NotReadable(path.to_owned())),
-        // Whatever else may be wrong with it is found by whoever reads it.
+        // The reader finds other problems.
         Ok(()) | Err(_) => Ok(()),
     }
 }
 
-/// What keeps a reader out. SQLite needs to write beside the database also to read it, and tells only by a code.
+/// Names the cause if a reader has no access. SQLite must write beside the database even to read it, and reports only a code.
 pub fn unreadable(error: OpenError) -> OpenError {
     match error {
         OpenError::Database { path, source }
@@ -146,7 +146,7 @@ pub fn unreadable(error: OpenError) -> OpenError {
     }
 }
 
-/// Looks at the first bytes before anything opens the file for writing.
+/// Checks the first bytes before anything opens the file for writing.
 pub fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
     let io_error = |source: io::Error| match (is_there(path), source.kind()) {
@@ -161,11 +161,11 @@ pub fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     };
     let mut head = Vec::new();
     file.take(MAGIC.len() as u64).read_to_end(&mut head).map_err(io_error)?;
-    // An empty file is what SQLite itself makes of a database without tables.
+    // SQLite itself leaves a database without tables as an empty file.
     if head.is_empty() || head == MAGIC { Ok(()) } else { Err(OpenError::NotADatabase(path.to_owned())) }
 }
 
-/// That there is a database of this very version, for commands that work beside the daemon.
+/// Requires a database of exactly this version, for commands that work beside the daemon.
 pub async fn require_beside(path: &Path) -> Result<(), OpenError> {
     require_readable(path)?;
     require_sqlite(path)?;
@@ -173,7 +173,7 @@ pub async fn require_beside(path: &Path) -> Result<(), OpenError> {
     if applied < MIGRATIONS.iter().count() { Err(OpenError::Older(path.to_owned())) } else { Ok(()) }
 }
 
-/// Compares the migrations that the file has seen with ours, before any of them runs. Returns how many it has seen.
+/// Compares the migrations in the file with ours, before any of them runs. Returns how many are applied.
 pub async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
     let unopened = |source| OpenError::sqlite(path, source);
     let mut connection = connect(&options(path), "opening the database").await.map_err(unopened)?;
@@ -233,7 +233,7 @@ pub fn options(path: &Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
         .filename(path)
         .busy_timeout(BUSY_TIMEOUT)
-        // Rows of one statement that may wait for us: SQLite's thread need not stop in the middle of a batch.
+        // Rows of one statement that may wait to be read: SQLite's thread need not stop in the middle of a batch.
         .row_buffer_size(ROWS_MAX)
         .disable_statement_logging()
 }
@@ -242,7 +242,7 @@ pub async fn connect(options: &SqliteConnectOptions, doing: &'static str) -> Res
     options.connect().await.map_err(|source| failed(doing, source))
 }
 
-/// A connection beside a running daemon, that cannot write.
+/// A connection that cannot write, beside a daemon that may be running.
 pub async fn open_to_read(path: &Path) -> Result<SqliteConnection, OpenError> {
     require_beside(path).await?;
     let connection = connect(&options(path).read_only(true), OPENING_TO_READ).await;

@@ -1,6 +1,7 @@
-//! The marker beside the database that makes the daemon let go of it, `<database>.paused`.
+//! The marker beside the database that makes the daemon close the database, `<database>.paused`.
 //!
-//! A file and not a row: the database may be away for service, and the pause must outlast that, the daemon and the machine.
+//! It is a file and not a row: the pause must last while the database is away for service, and over restarts of the daemon and of
+//! the machine.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -24,12 +25,12 @@ pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
     let path = marker(database);
     match std::fs::read(&path) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).unwrap_or_default())),
-        // With its folder the marker is away as well, a disk that is serviced for one: that ends no pause.
+        // If the folder is away, for example its disk is serviced, the marker is away too. That does not end the pause.
         Err(error) if error.kind() == io::ErrorKind::NotFound && !folder(database).is_dir() => {
             Err(OpenError::MissingFolder(folder(database).to_owned()))
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        // Another user's. Behind a folder that cannot be entered it would not be seen either.
+        // The marker of another user. In a folder that this user cannot enter, the marker would not be visible.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && path.symlink_metadata().is_ok() => {
             Ok(Some(Pause::default()))
         }
@@ -37,7 +38,7 @@ pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
     }
 }
 
-/// Looks once a second, and returns when a pause is on.
+/// Looks once a second. Returns when there is a pause.
 pub async fn begins(database: &Path) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
@@ -64,7 +65,7 @@ pub fn begin(database: &Path, pause: &Pause) -> Result<bool, OpenError> {
 fn write(mut file: File, path: &Path, database: &Path, pause: &Pause) -> io::Result<()> {
     file.write_all(serde_json::to_string(pause)?.as_bytes())?;
     file.write_all(b"\n")?;
-    // Root may pause a daemon of another user, who is to read why.
+    // Root may pause a daemon of another user, and this user must be able to read the reason.
     give_to_owner(path, database);
     file.sync_all()?;
     File::open(folder(path))?.sync_all()

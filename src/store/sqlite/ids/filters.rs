@@ -16,7 +16,7 @@ struct Group {
     positions: Box<[u32]>,
 }
 
-/// Of a byte, in a form in which four of them can be looked at at once.
+/// The bits of a byte, in a form that lets the compiler test four of them at a time.
 const BITS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
 impl Filters {
@@ -24,7 +24,7 @@ impl Filters {
     pub fn candidates(&self, key: Key) -> impl Iterator<Item = i64> {
         let probes = key.probes();
         self.groups.iter().flat_map(move |group| {
-            // Half of the probes nearly always tell, and none of those waits for another one's word to come from memory.
+            // Half of the probes are nearly always enough, and none of them waits for the memory access of another one.
             let hits = |half: &[usize]| half.iter().fold(u32::MAX, |hits, position| hits & group.positions[*position]);
             let (first, second) = probes.split_at(PROBES / 2);
             let hits = match hits(first) {

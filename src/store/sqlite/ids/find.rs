@@ -17,7 +17,7 @@ use crate::store::{Earlier, Error};
 const PAGES_AT_ONCE: usize = 256;
 
 impl Ids {
-    /// Says of each of `deliveries` which digest its id was processed with, `None` if it was not, and the id's key.
+    /// For each of `deliveries`: the digest with which its id was processed, `None` if it was not processed; and the key of the id.
     pub async fn find(
         &self,
         connection: &mut SqliteConnection,
@@ -62,7 +62,7 @@ impl Ids {
         Ok(None)
     }
 
-    /// Looks into the pages of `leads`, which are in the order of their pages.
+    /// Reads the pages of `leads`, which are in the order of their pages.
     async fn candidates(&self, connection: &mut SqliteConnection, leads: &[Lead]) -> Result<Vec<Candidate>, Error> {
         let mut numbers: Vec<i64> = leads.iter().map(Lead::page).collect();
         numbers.dedup();
@@ -121,8 +121,8 @@ struct Candidate {
     row: i64,
 }
 
-/// Looks at the rows themselves. A row that comes back costs more than one that is looked at, so the statement returns only those
-/// that are another message's; nearly always there are none.
+/// Compares the rows themselves. A returned row costs more than a compared one, so the statement returns only rows of other
+/// messages. Nearly always there are none.
 async fn verify(
     connection: &mut SqliteConnection,
     deliveries: &[&Delivery],

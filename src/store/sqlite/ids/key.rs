@@ -1,19 +1,20 @@
-//! The hash of an id, by which it stands in the index.
+//! The hash of an id: its place in the index.
 
 use std::hash::{Hash, Hasher};
 
 use super::SEGMENT_ROWS;
 use crate::model::id::head;
 
-/// Of a segment.
+/// Pages of a segment.
 pub const PAGES: i64 = 256;
-/// Positions of a filter in which all probes for an id are: 2 KiB in memory, so that a look waits for one page of memory only.
+/// All probes for an id are within this many positions of a filter. They take 2 KiB of memory, so a probe waits for one page of
+/// memory only.
 const BLOCK: usize = 512;
 /// 24 bits for each id, in whole blocks. With 8 probes, one filter in 11,000 reports an id that it does not have.
 pub const FILTER_BITS: usize = (24 * SEGMENT_ROWS).next_multiple_of(BLOCK);
 pub const PROBES: usize = 8;
 
-/// 128 bits of BLAKE3 over an id. Stored in part, so it must stay what it is.
+/// 128 bits of BLAKE3 over an id. A part of it is stored, so it must never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key([u8; 16]);
 
@@ -47,18 +48,18 @@ impl Key {
         Self(head(&blake3::hash(id.as_bytes())))
     }
 
-    /// In which of the pages of a segment the id stands.
+    /// The page of a segment that contains the id.
     pub fn page(self) -> i64 {
         i64::from(self.0[0])
     }
 
-    /// What it stands under in there.
+    /// The number of the id in its page.
     pub fn tag(self) -> u32 {
         let [_, a, b, c, d, ..] = self.0;
         u32::from_be_bytes([a, b, c, d])
     }
 
-    /// The positions of the id in a filter: a block, and in there by double hashing (Kirsch and Mitzenmacher 2006).
+    /// The positions of the id in a filter: a block, and positions in it by double hashing (Kirsch and Mitzenmacher 2006).
     pub fn probes(self) -> [usize; PROBES] {
         let [.., a, b, c, d, e, f, g, h] = self.0;
         let block = (u64::from(u32::from_le_bytes([a, b, c, d])) * (FILTER_BITS / BLOCK) as u64) >> 32;

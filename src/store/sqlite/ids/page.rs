@@ -3,7 +3,7 @@
 use super::key::Key;
 use crate::model::id::head;
 
-/// Of a hash at the end of each page and filter: a wrong bit in there would make an id look new.
+/// A hash at the end of each page and filter: a wrong bit in a page would make an id look new.
 const CHECK_BYTES: usize = 8;
 
 /// The bytes of a page or a filter of that number, with their hash.
@@ -12,7 +12,7 @@ pub fn with_check(number: i64, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// The bytes without their hash, if it is theirs.
+/// The bytes without their hash; `None` if the hash does not match.
 pub fn checked(number: i64, stored: &[u8]) -> Option<&[u8]> {
     let (bytes, found) = stored.split_last_chunk()?;
     (*found == check(number, bytes)).then_some(bytes)
@@ -33,7 +33,7 @@ pub fn entry(key: Key, offset: u32) -> u64 {
 pub struct Entries<'a>(pub &'a [[u8; 8]]);
 
 impl Entries<'_> {
-    /// How far behind the first row of the segment the rows are that the id may be in.
+    /// The rows that may have the id, counted from the first row of the segment.
     pub fn offsets(&self, key: Key) -> impl Iterator<Item = i64> {
         let first = self.0.partition_point(|bytes| u64::from_le_bytes(*bytes) < entry(key, 0));
         let entries = self.0[first..].iter().map(|bytes| u64::from_le_bytes(*bytes));
