@@ -134,7 +134,9 @@ fn play(page: &Page, steps: &[Step], server: &NatsServer) -> Vec<String> {
     for step in steps {
         let Err(printed) = session.play(step) else { continue };
         let elided = step.shown.iter().any(|line| line.ends_with("..."));
-        if updates() && !elided && step.command != "^C" && !step.command.contains("order-processor run") {
+        // Where the page shows no output, a failure is not what it should show.
+        let failed = session.failed() && step.shown.iter().all(String::is_empty);
+        if updates() && !failed && !elided && step.command != "^C" && !step.command.contains("order-processor run") {
             edits.push((step, printed));
             continue;
         }

@@ -113,6 +113,11 @@ impl Session {
         }
     }
 
+    /// Whether the last command failed.
+    pub fn failed(&self) -> bool {
+        self.exit_code != 0
+    }
+
     fn run(&mut self, command: &str) -> Vec<String> {
         let typed = format!("exec 2>&1; (exit {}); {}", self.exit_code, self.at_home(command));
         let output = self.shell(&typed).output().expect("bash can be started");
