@@ -104,6 +104,11 @@ pub enum SetupError {
          delete the consumer after {threshold} without a pull; run `order-processor setup --update --unset consumer-limits`"
     )]
     WouldBeDeleted { stream: String, threshold: String },
+    #[error(
+        "--max-ack-pending {wanted} is above consumer_limits.max_ack_pending {limit} of stream {stream}: choose at most {limit}, or \
+         remove the limit with `order-processor setup --update --unset consumer-limits`"
+    )]
+    AboveLimit { stream: String, wanted: i64, limit: i64 },
     #[error("{0}: confirm it with --yes")]
     NotConfirmed(String),
     #[error("nothing was changed")]
@@ -128,6 +133,7 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
         }
         None => create_stream(&server, &args, out).await?,
     };
+    require_within_limits(&args, &stream)?;
     match server.consumer(&stream).await? {
         Some(old) if args.recreate => recreate::run(&server, &stream, &old, &args, out).await?,
         Some(_) => {
@@ -188,6 +194,18 @@ async fn create_stream(server: &Server<'_>, args: &SetupArgs, out: &mut impl Wri
     };
     writeln!(out, "stream {name} created for {}", subjects.join(", "))?;
     Ok(stream)
+}
+
+/// The server's own error does not name the setting of the stream.
+fn require_within_limits(args: &SetupArgs, stream: &Stream) -> Result<(), SetupError> {
+    let config = &stream.cached_info().config;
+    let limit = config.consumer_limits.as_ref().map_or(0, |limits| limits.max_ack_pending);
+    match args.max_ack_pending {
+        Some(wanted) if limit > 0 && wanted > limit => {
+            Err(SetupError::AboveLimit { stream: config.name.clone(), wanted, limit })
+        }
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// A consumer as the daemon needs it. `old`: the one that it replaces, whose filter, position and limits it keeps.

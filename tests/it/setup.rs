@@ -106,6 +106,29 @@ async fn recreate_loses_nothing_and_doubles_nothing_on_any_retention() {
     }
 }
 
+/// On interest retention each order that no consumer waits for is gone at once.
+#[tokio::test]
+async fn recreate_under_a_running_daemon_and_publisher_loses_and_doubles_nothing() {
+    let (_server, broker, spec) = server_with(interest(), consumer_config()).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    let publishing = async {
+        for start in (1..=2000).step_by(100) {
+            broker.publish_numbered(start..=start + 99).await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let recreating = async {
+        for _ in 0..3 {
+            spec.run_ok(&["setup", "--recreate", "--yes"]).await;
+        }
+    };
+    tokio::join!(publishing, recreating);
+    spec.db().has("orders", 2000).await;
+    worker.drain().await;
+    spec.db().applied_once(2000).await;
+}
+
 #[tokio::test]
 async fn recreate_turns_a_push_consumer_into_a_pull_consumer() {
     let server = NatsServer::start().await;
@@ -239,7 +262,8 @@ async fn setup_keeps_to_the_streams_consumer_limits() {
 
     let finished = spec.run(&["setup", "--update", "--max-ack-pending", "600"]).await;
     assert_eq!(finished.code, Some(1), "{finished:?}");
-    assert!(finished.stderr.contains("edit consumer order-processor"), "{finished:?}");
+    let text = "--max-ack-pending 600 is above consumer_limits.max_ack_pending 500 of stream ORDERS";
+    assert!(finished.stderr.contains(text), "{finished:?}");
     spec.run_ok(&["setup", "--update", "--unset", "consumer-limits", "--max-ack-pending", "600"]).await;
     assert_eq!(broker.consumer_info().await.config.max_ack_pending, 600);
 }
