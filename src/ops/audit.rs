@@ -112,7 +112,7 @@ async fn audit(
     let hung_up = stop.clone();
     signals::listen(stop.clone(), move || hung_up.cancel()).map_err(AuditError::Signals)?;
     keep_quiet_about_the_client();
-    // Before anything else, for `--repair` would make a database where there is none.
+    // Before anything else, for `--repair` would create a missing database.
     let mut lookup = Reader::open(&config.database).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
@@ -358,7 +358,7 @@ impl Audit {
     }
 }
 
-/// `true` when there is nothing more to read, `false` when it was told to stop; and what could not be read any more.
+/// `true` at the end of the range, `false` if it was told to stop; and the messages that left the stream before they were read.
 async fn read_ahead(
     mut walk: Walk,
     scheme: IdScheme,

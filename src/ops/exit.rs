@@ -90,7 +90,7 @@ impl CommandError for OutputError {
     }
 }
 
-/// A reader that has seen enough, such as `head`, is no failure.
+/// A reader that has seen enough, such as `head`, is not a failure.
 fn unwritten(error: &io::Error) -> Exit {
     if error.kind() == io::ErrorKind::BrokenPipe { Exit::Done } else { Exit::Failed }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// How often a line is due where there is no bar.
+/// How often a line is due without a bar.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// The progress of one command. The bar is gone when this is dropped.

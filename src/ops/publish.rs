@@ -168,7 +168,7 @@ struct Publisher {
     /// Without it, no order gets an id.
     prefix: Option<String>,
     number: u64,
-    /// One after the last number, if there is no file.
+    /// One after the last number, without a file.
     end: u64,
     file: Option<PathBuf>,
     in_flight: VecDeque<(u64, PublishAckFuture)>,

@@ -26,7 +26,7 @@ pub fn listen(stop: CancellationToken, reload: impl Fn() + Send + 'static) -> io
         signal_hook::flag::register_conditional_shutdown(signal, CUT_SHORT, armed.clone())?;
         signal_hook::flag::register(signal, armed.clone())?;
     }
-    // Now, since it is no terminal any more when the signal comes.
+    // Now: when the signal comes, the terminal is gone.
     let on_terminal = io::stdin().is_terminal() || io::stderr().is_terminal();
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     // The task owns the stream to the end of the process: dropping it would leave SIGTERM ignored.

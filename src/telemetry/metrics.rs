@@ -48,7 +48,7 @@ declare_metrics! {
     deliveries: Counter = "order_processor_deliveries_total",
         "Deliveries received from the server, redeliveries included.";
     redeliveries: CounterBy<SeenBy> = "order_processor_redeliveries_total",
-        "Deliveries of a message that came before, by who noticed: the server's count, or the ids in the database.";
+        "Repetitions: server counts redeliveries (delivered above 1), inbox counts messages with a known id, also those that a publisher sent twice.";
     outcomes: CounterBy<OutcomeKind> = "order_processor_outcomes_total",
         "What the messages came to, counted once the outcome was durable.";
     acks: CounterBy<AckKind> = "order_processor_acks_total",

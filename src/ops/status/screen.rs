@@ -34,7 +34,7 @@ const HEIGHT_MIN: u16 = 14;
 /// Shows the status until `q`, Ctrl-C or a signal.
 ///
 /// # Errors
-/// When the terminal does not work, or not any more.
+/// When the terminal does not work, or no longer works.
 pub async fn run(mut observer: Observer<'_>, interval: Duration) -> io::Result<()> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let mut screen = Screen::enter()?;
@@ -118,7 +118,7 @@ impl Drop for Screen {
     }
 }
 
-/// A terminal that is gone needs nothing any more, so failures do not matter.
+/// A terminal that is gone needs nothing, so failures do not matter.
 fn leave() {
     drop(disable_raw_mode());
     drop(execute!(io::stdout(), LeaveAlternateScreen, Show));
