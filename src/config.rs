@@ -39,6 +39,7 @@ pub struct Config {
     pub retry: Retry,
     pub inbox: Inbox,
     pub database: Database,
+    pub audit: Audit,
     pub http: Http,
     pub shutdown: Shutdown,
     pub log: Log,
@@ -215,6 +216,13 @@ impl fmt::Display for Database {
     }
 }
 
+/// When the daemon looks for missing messages by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Audit {
+    /// 1 s to 7 days; `None` for never.
+    pub every: Option<Duration>,
+}
+
 /// Where metrics, health and status are served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http {
@@ -292,7 +300,7 @@ const FILE: &str = "the path of a file";
 const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
 
 /// Every key, in the order of `config/default.toml`: a test compares the two.
-const SETTINGS: [Known; 27] = [
+const SETTINGS: [Known; 28] = [
     known("nats.url", SERVERS),
     known("nats.credentials_file", FILE),
     known("nats.nkey_file", FILE),
@@ -316,6 +324,7 @@ const SETTINGS: [Known; 27] = [
     known("inbox.id_pointer", "a JSON pointer such as \"/order/id\", in which ~ is written ~0 and a / in a name ~1"),
     known("inbox.retention", "\"auto\", or a duration such as \"30d\", from 1h to 10y"),
     known("database.url", "sqlite://relative.db or sqlite:///absolute.db"),
+    known("audit.every", "a duration such as \"1h\", from 1s to 7d, or \"off\""),
     known("http.listen", "an IP address and port, such as \"127.0.0.1:9464\" or \"[::]:9464\""),
     known("shutdown.timeout", "a duration such as \"25s\", from 1s to 1h"),
     known("log.level", "error, warn, info, debug, trace or off, then target=level with commas"),

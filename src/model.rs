@@ -5,6 +5,7 @@ pub mod id;
 pub mod label;
 pub mod letter;
 pub mod outcome;
+pub mod ranges;
 pub mod subject;
 pub mod text;
 pub mod time;

@@ -13,7 +13,8 @@ pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
 pub use types::{
-    Attempts, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, Presence, Prunable, Rows, Sizes,
+    Anchor, Attempts, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, Presence,
+    ProcessedRow, Prunable, Rows, Sizes,
 };
 
 use crate::config::Database;
@@ -21,6 +22,7 @@ use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Envelope, Letter, Pile, Which};
 use crate::model::outcome::Outcome;
+use crate::model::ranges::Range;
 
 mod binding;
 mod error;
@@ -134,6 +136,13 @@ impl Store {
     pub async fn adopt(&mut self, bind: &Bind) -> Result<Binding, Error> {
         match self {
             Self::Sqlite(store) => store.adopt(bind).await,
+        }
+    }
+
+    /// Records where the daemon's own audit stands.
+    pub async fn set_audit_mark(&mut self, mark: &AuditMark) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(store) => store.set_audit_mark(mark).await,
         }
     }
 
@@ -313,6 +322,27 @@ impl Reader {
     pub async fn judge(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
         match self {
             Self::Sqlite(reader) => reader.judge(bind).await,
+        }
+    }
+
+    /// Where the daemon's own audit stands; `None` if no audit has ended yet.
+    pub async fn audit_mark(&mut self) -> Result<Option<AuditMark>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.audit_mark().await,
+        }
+    }
+
+    /// Up to `limit` rows of `processed_ids` below `below_row`, the newest first.
+    pub async fn newest_rows(&mut self, below_row: i64, limit: u32) -> Result<Vec<ProcessedRow>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.newest_rows(below_row, limit).await,
+        }
+    }
+
+    /// Up to `limit` sequences in `range` whose messages became dead letters since then.
+    pub async fn letter_seqs(&mut self, range: Range, since_ns: i64, limit: u32) -> Result<Vec<u64>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.letter_seqs(range, since_ns, limit).await,
         }
     }
 

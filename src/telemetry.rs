@@ -17,6 +17,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::model::delivery::Delivery;
 use crate::model::outcome::Outcome;
+use crate::model::ranges::{Range, Ranges};
 use crate::model::time::unix_ns;
 use crate::store::Sizes;
 use crate::telemetry::health::{Commit, Health};
@@ -35,8 +36,8 @@ pub struct Telemetry {
     /// Optional permissions that we lack and that were spoken of.
     lacks: Mutex<BTreeSet<&'static str>>,
     connection: Mutex<Reminder>,
-    /// Up to which sequence of which stream, by the time of its creation, it was said that messages are gone.
-    gone: Mutex<(i128, u64)>,
+    /// The sequences whose messages left the stream unprocessed, as far as that is reported, and when the stream was created.
+    gone: Mutex<(i128, Ranges)>,
 }
 
 impl Telemetry {
@@ -98,19 +99,40 @@ impl Telemetry {
 
     /// Messages `from` to `to` of a stream are gone. From where on that is news: each worker and each pause looks again.
     pub fn news_of_gone(&self, stream_created_ns: i128, from: u64, to: u64) -> Option<u64> {
+        let mut removed = Ranges::default();
+        removed.add_range(Range { from, to });
+        self.news_of_removed(stream_created_ns, &removed).first()
+    }
+
+    /// The part of `removed` that was not reported before. It counts as reported from now on.
+    pub fn news_of_removed(&self, stream_created_ns: i128, removed: &Ranges) -> Ranges {
         let mut gone = self.gone.lock().unwrap_or_else(PoisonError::into_inner);
         if gone.0 != stream_created_ns {
-            *gone = (stream_created_ns, 0);
+            *gone = (stream_created_ns, Ranges::default());
         }
-        let from = from.max(gone.1 + 1);
-        gone.1 = gone.1.max(to);
-        (from <= to).then_some(from)
+        let mut news = Ranges::default();
+        for range in removed.iter() {
+            gone.1.gaps(range).into_iter().for_each(|range| news.add_range(range));
+            gone.1.add_range(range);
+        }
+        news
+    }
+
+    /// The sequences of this stream that were reported as removed before they were processed.
+    pub fn reported_removed(&self, stream_created_ns: i128) -> Ranges {
+        let gone = self.gone.lock().unwrap_or_else(PoisonError::into_inner);
+        if gone.0 == stream_created_ns { gone.1.clone() } else { Ranges::default() }
+    }
+
+    /// The daemon's own audit has checked all messages up to this sequence, and so many of them are missing.
+    pub fn audited(&self, through: u64, missing: u64) {
+        self.health.set_audit(through, missing);
     }
 
     /// The sequences of the stream come a second time.
     pub fn rewound(&self) {
         self.metrics.stream_rewinds.increment(1);
-        *self.gone.lock().unwrap_or_else(PoisonError::into_inner) = (0, 0);
+        *self.gone.lock().unwrap_or_else(PoisonError::into_inner) = (0, Ranges::default());
     }
 
     pub fn sizes(&self, sizes: Sizes) {

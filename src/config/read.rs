@@ -9,8 +9,8 @@ use super::parse::{
     socket_address, subject, text, whole_number, yes_or_no,
 };
 use super::{
-    Auth, Batch, Config, Consumer, DEFAULT_API_PREFIX, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict, Retention,
-    Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
+    Audit, Auth, Batch, Config, Consumer, DEFAULT_API_PREFIX, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict,
+    Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -21,6 +21,7 @@ pub fn read_config(reader: &mut Reader) -> Result<Config, Refused> {
     let retry = read_retry(reader);
     let inbox = read_inbox(reader);
     let database = reader.required("database.url", database);
+    let every = read_audit_every(reader);
     let listen = reader.required("http.listen", socket_address);
     let timeout = reader.required("shutdown.timeout", |value| duration(value, secs(1)..=secs(3600)));
     let log = read_log(reader);
@@ -31,6 +32,7 @@ pub fn read_config(reader: &mut Reader) -> Result<Config, Refused> {
         retry: retry?,
         inbox: inbox?,
         database: database?,
+        audit: Audit { every: every? },
         http: Http { listen: listen? },
         shutdown: Shutdown { timeout: timeout? },
         log: log?,
@@ -142,6 +144,13 @@ fn read_inbox(reader: &mut Reader) -> Result<Inbox, Refused> {
         _ => duration(value, secs(3600)..=secs(10 * 31_557_600)).map(Retention::For),
     });
     Ok(Inbox { on_conflict: on_conflict?, id_pointer: id_pointer?, retention: retention? })
+}
+
+fn read_audit_every(reader: &mut Reader) -> Result<Option<Duration>, Refused> {
+    reader.required("audit.every", |value| match &value.kind {
+        ValueKind::String(text) if text == "off" => Ok(None),
+        _ => duration(value, secs(1)..=secs(7 * 24 * 3600)).map(Some),
+    })
 }
 
 fn read_log(reader: &mut Reader) -> Result<Log, Refused> {

@@ -62,6 +62,7 @@ fn the_defaults_are_those_of_the_design() {
         retry: Retry { max_attempts: 5, min_delay: secs(1), max_delay: secs(300) },
         inbox: Inbox { on_conflict: OnConflict::DeadLetter, id_pointer: None, retention: Retention::Auto },
         database: Database::Sqlite("order-processor.db".into()),
+        audit: Audit { every: Some(secs(3600)) },
         http: Http { listen: ([127, 0, 0, 1], 9464).into() },
         shutdown: Shutdown { timeout: secs(25) },
         log: Log { level: "info".into(), format: LogFormat::Auto },
@@ -219,6 +220,7 @@ fn every_bound_is_where_its_message_says() {
         ("retry.min_delay", ["999us", "1ms", "5m", "5m 1ms"]),
         ("retry.max_delay", ["999ms", "1s", "24h", "24h 1ms"]),
         ("inbox.retention", ["59m", "1h", "10y", "10y 1s"]),
+        ("audit.every", ["999ms", "1s", "7d", "7d 1s"]),
         ("shutdown.timeout", ["999ms", "1s", "1h", "61m"]),
     ];
     for (key, [below, lowest, highest, above]) in bounds {
@@ -271,6 +273,8 @@ fn durations_and_sizes_need_a_known_unit() {
     assert_refused("batch.max_bytes", "MiB", "does not begin with a whole number");
     assert_refused("batch.max_bytes", "99999999999GiB", "is out of range");
     assert_refused("inbox.retention", "never", "is not a duration");
+    assert_refused("audit.every", "never", "is not a duration");
+    assert_eq!(config(&[("ORDER_PROCESSOR__AUDIT__EVERY", "off")]).audit.every, None);
     for (size, bytes) in
         [("64KB", None), ("100KB", Some(100_000)), ("2 MiB", Some(2 << 20)), ("1GB", Some(1_000_000_000))]
     {

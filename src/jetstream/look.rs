@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use async_nats::jetstream::ErrorCode;
 use async_nats::jetstream::consumer::{DeliverPolicy, Info as ConsumerInfo};
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, GetStreamErrorKind};
-use async_nats::jetstream::stream::{Info as StreamInfo, Stream};
+use async_nats::jetstream::stream::{Info as StreamInfo, RetentionPolicy, Stream};
 
 use super::client::Client;
 use super::connection::CommandClient;
@@ -120,9 +120,32 @@ impl Snapshot {
 
     /// Whether the stream has subjects that the consumer is not for.
     pub(super) fn is_filtered(&self) -> bool {
+        if matches!(self.consumer.config.deliver_policy, DeliverPolicy::Last | DeliverPolicy::LastPerSubject) {
+            return true;
+        }
         let filters = filters(&self.consumer.config);
         let covered = |subject: &String| filters.iter().any(|filter| *filter == ">" || filter == subject);
         !self.stream.config.subjects.iter().all(covered)
+    }
+
+    /// Whether each sequence of the stream has a message for the consumer until that message is removed. Markers and scheduled
+    /// messages are removed by the server itself, mirrors have the sequences of their origin, and other retentions than limits
+    /// remove what is acknowledged.
+    pub(super) fn shows_removals(&self) -> bool {
+        let config = &self.stream.config;
+        let removes_by_itself = config.allow_message_ttl || config.allow_message_schedules;
+        let is_copy = config.mirror.is_some();
+        !self.is_filtered() && !removes_by_itself && !is_copy && !self.removes_acknowledged()
+    }
+
+    /// Whether the stream removes messages that its consumers have acknowledged.
+    fn removes_acknowledged(&self) -> bool {
+        self.stream.config.retention != RetentionPolicy::Limits
+    }
+
+    /// The subjects that the consumer is for.
+    pub fn filters(&self) -> Vec<String> {
+        stored::owned_filters(&self.consumer.config)
     }
 
     fn has_work(&self) -> bool {

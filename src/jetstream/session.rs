@@ -173,7 +173,7 @@ impl Session {
             ?filters,
             "the consumer was edited; the daemon continues with the new settings"
         );
-        self.reader.filters = filters;
+        self.reader.follow(snapshot);
         self.limits = limits.clone();
         Some(limits)
     }

@@ -33,6 +33,8 @@ pub struct StreamReader {
     incarnation: Incarnation,
     pub(super) filters: Vec<String>,
     starts_at: StartsAt,
+    is_filtered: bool,
+    shows_removals: bool,
 }
 
 impl StreamReader {
@@ -44,6 +46,8 @@ impl StreamReader {
             incarnation: snapshot.incarnation(),
             filters: owned_filters(&snapshot.consumer.config),
             starts_at: snapshot.starts_at(),
+            is_filtered: snapshot.is_filtered(),
+            shows_removals: snapshot.shows_removals(),
         }
     }
 
@@ -57,17 +61,36 @@ impl StreamReader {
         Ok(stored.map(|stored| self.arrive(stored, delivered)))
     }
 
-    /// The messages from sequence `from` to `to`, as if each just had its `delivered`th delivery.
-    pub async fn between(&self, from: u64, to: u64, delivered: u64) -> Result<Vec<Arrival>, Error> {
+    /// Some messages from sequence `from` to `to`, and the next sequence to read. At the end it is `to + 1`.
+    pub async fn some(&self, from: u64, to: u64) -> Result<(Vec<Arrival>, u64), Error> {
         let mut range = self.range(from, to);
-        let mut found = Vec::new();
-        loop {
-            let chunk = range.next_chunk().await?;
-            if chunk.is_empty() {
-                return Ok(found);
-            }
-            found.extend(chunk.into_iter().map(|stored| self.arrive(stored, delivered)));
-        }
+        let chunk = range.next_chunk().await?;
+        let next = if chunk.is_empty() { to.saturating_add(1) } else { range.next };
+        Ok((chunk.into_iter().map(|stored| self.arrive(stored, 1)).collect(), next))
+    }
+
+    /// The subjects that the consumer is for.
+    pub fn filters(&self) -> &[String] {
+        &self.filters
+    }
+
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Whether the stream has messages that the consumer is not for.
+    pub fn is_filtered(&self) -> bool {
+        self.is_filtered
+    }
+
+    /// Whether a sequence without a message shows that a message was removed.
+    pub fn shows_removals(&self) -> bool {
+        self.shows_removals
+    }
+
+    /// Adopts an edited consumer.
+    pub(super) fn follow(&mut self, snapshot: &Snapshot) {
+        *self = Self::of(self.client.clone(), snapshot);
     }
 
     pub(super) fn range(&self, from: u64, to: u64) -> StoredRange {

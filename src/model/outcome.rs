@@ -26,6 +26,11 @@ pub enum Outcome {
 }
 
 impl Outcome {
+    /// Whether the message is decided for good.
+    pub fn is_final(&self) -> bool {
+        !matches!(self, Self::Retry { .. })
+    }
+
     /// The one place where an outcome becomes an acknowledgement.
     ///
     /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.

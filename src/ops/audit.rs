@@ -9,7 +9,7 @@ use clap::{ArgAction, Args};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Config, OnConflict};
+use crate::config::Config;
 use crate::handler::Handler;
 use crate::jetstream;
 use crate::jetstream::connection::{self, ConnectError};
@@ -22,8 +22,9 @@ use crate::model::outcome::Outcome;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::ops::{Format, json_flag, signals};
-use crate::store::{self, Bind, Claim, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
+use crate::store::{self, Bind, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
 use crate::worker::inbox::Inbox;
+use crate::worker::missing::Verdict;
 use crate::worker::retry::RetryPolicy;
 
 mod report;
@@ -126,8 +127,10 @@ async fn audit(
         Ok(()) | Err(Unbound::Unknown { .. } | Unbound::Pruned { .. }) => {}
     }
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
+    let mark = lookup.audit_mark().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let from = args.from;
-    let scope = Scope::of(&config, &found, from, oldest);
+    let not_ours_through = record.as_ref().map_or(0, |record| record.not_ours_through);
+    let scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
     let mut report = Report::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
     let mut audit = Audit { next: scope.from, config, stream, scope, lookup, inbox, stop };
@@ -187,16 +190,6 @@ struct Audit {
     next: u64,
 }
 
-/// What one message turned out to be.
-enum Verdict {
-    NotForTheConsumer,
-    Processed,
-    DeadLetter,
-    /// It is old, and its id may have been pruned.
-    CannotBeTold,
-    Missing(&'static str),
-}
-
 impl Audit {
     /// Reads ahead on a task of its own, and looks up what was read.
     async fn walk<W: Write>(
@@ -243,11 +236,11 @@ impl Audit {
         let known = known.map_err(|source| AuditError::Database { next: self.next, source })?;
         let mut missing = Vec::new();
         for (delivery, claim) in chunk.into_iter().zip(known) {
-            match self.judge(&delivery, claim) {
+            match self.scope.bounds.judge(&delivery, claim) {
                 Verdict::NotForTheConsumer => {}
                 Verdict::Processed => report.summary.processed += 1,
                 Verdict::DeadLetter => report.summary.dead_letters += 1,
-                Verdict::CannotBeTold => report.summary.cannot_be_told += 1,
+                Verdict::Undetermined(_) => report.summary.cannot_be_told += 1,
                 Verdict::Missing(why) => missing.push((delivery, why)),
             }
         }
@@ -263,23 +256,6 @@ impl Audit {
         self.next = last + 1;
         report.show(self.next);
         Ok(())
-    }
-
-    fn judge(&self, delivery: &Delivery, claim: Claim) -> Verdict {
-        let published_ns = delivery.raw.position.published_ns;
-        match claim {
-            _ if published_ns < self.scope.start_ns => Verdict::NotForTheConsumer,
-            Claim::Processed(digest) if digest == delivery.digest => Verdict::Processed,
-            Claim::Processed(_) => match self.config.inbox.on_conflict {
-                OnConflict::Duplicate => Verdict::Processed,
-                OnConflict::DeadLetter => Verdict::Missing("another message was processed under its id"),
-            },
-            Claim::Dead => Verdict::DeadLetter,
-            // No table has a row for what is not an order.
-            Claim::New if delivery.ignored.is_some() => Verdict::NotForTheConsumer,
-            Claim::New if published_ns < self.scope.pruned_before_ns => Verdict::CannotBeTold,
-            Claim::New => Verdict::Missing("neither processed nor a dead letter"),
-        }
     }
 
     /// The daemon prunes ids of messages that the stream drops, and it may have done both while this process slept.

@@ -23,6 +23,7 @@ pub use self::open::check;
 pub use self::reader::Reader;
 pub use self::tx::Tx;
 
+mod audit;
 pub mod backup;
 mod binding;
 mod ids;

@@ -76,6 +76,37 @@ pub struct Mark {
     pub before_ns: i64,
 }
 
+/// Where the daemon's own audit stands. Times are in nanoseconds since 1970 UTC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditMark {
+    /// No message up to this sequence is missing.
+    pub through: u64,
+    /// Shows whether the sequences still mean the same messages.
+    pub anchor: Option<Anchor>,
+    /// The subjects that the consumer is for.
+    pub filters: Vec<String>,
+    /// The consumer passed the messages up to this sequence under another filter.
+    pub other_filter_through: u64,
+    /// Rows that were processed before this do not account for their sequences: they may belong to a former stream.
+    pub rows_since_ns: i64,
+    pub audited_at_ns: i64,
+}
+
+/// A message of the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Anchor {
+    pub stream_seq: u64,
+    pub published_ns: i64,
+}
+
+/// The part of a row of `processed_ids` that accounts for a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessedRow {
+    pub row: i64,
+    pub stream_seq: u64,
+    pub processed_at_ns: i64,
+}
+
 /// Row counts for operators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Counts {

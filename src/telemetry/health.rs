@@ -113,6 +113,11 @@ impl Health {
         self.update(|facts| facts.held = held);
     }
 
+    /// The sequence up to which the last audit checked, and how many messages are missing.
+    pub fn set_audit(&self, through: u64, missing: u64) {
+        self.update(|facts| facts.audit = Some((through, missing)));
+    }
+
     /// How many messages wait for their retry.
     pub fn set_parked(&self, parked: usize) {
         self.update(|facts| facts.parked = parked);
@@ -159,6 +164,8 @@ impl Health {
             problems,
             held: facts.held,
             parked: facts.parked,
+            missing_messages: facts.audit.map(|(_, missing)| missing),
+            audited_through_stream_seq: facts.audit.map(|(through, _)| through),
             committed_stream_seq: facts.last_commit.stream_seq,
             committed_messages: facts.committed_messages,
             last_commit_at: facts.last_commit_at,
@@ -213,6 +220,10 @@ impl Health {
         metrics.held_deliveries.set(facts.held as f64);
         metrics.parked_messages.set(facts.parked as f64);
         metrics.other_pulls.set(facts.other_pulls as f64);
+        if let Some((through, missing)) = facts.audit {
+            metrics.missing_messages.set(missing as f64);
+            metrics.audited_through_stream_seq.set(through as f64);
+        }
         metrics.committed_stream_seq.set(facts.last_commit.stream_seq as f64);
         if let Some(at) = facts.last_commit_at {
             metrics.last_commit_timestamp_seconds.set(unix_seconds(at));
@@ -266,6 +277,8 @@ struct Facts {
     held: usize,
     parked: usize,
     other_pulls: u64,
+    /// The sequence up to which the last audit checked, and the messages that are missing.
+    audit: Option<(u64, u64)>,
     /// With the highest sequence of all commits.
     last_commit: Commit,
     committed_messages: u64,
@@ -294,6 +307,7 @@ impl Facts {
             held: 0,
             parked: 0,
             other_pulls: 0,
+            audit: None,
             last_commit: Commit::default(),
             committed_messages: 0,
             last_commit_at: None,

@@ -106,6 +106,10 @@ declare_metrics! {
         "Deliveries received and not acknowledged yet by this process.";
     parked_messages: Gauge = "order_processor_parked_messages",
         "Messages that failed and wait for their retry, handed back by this process.";
+    missing_messages: Gauge = "order_processor_missing_messages",
+        "Messages that the ack floor has passed and that are neither processed nor dead letters, by the last audit.";
+    audited_through_stream_seq: Gauge = "order_processor_audited_through_stream_seq",
+        "Stream sequence up to which the daemon has checked that no message is missing, or counted it as missing.";
     oldest_pending_seconds: Gauge = "order_processor_oldest_pending_seconds",
         "Age of the oldest message that the ack floor has not passed; 0 when there is none.";
     dead_letters: Gauge = "order_processor_dead_letters",
@@ -333,6 +337,8 @@ mod tests {
         "committed_stream_seq",
         "held_deliveries",
         "parked_messages",
+        "missing_messages",
+        "audited_through_stream_seq",
         "oldest_pending_seconds",
         "dead_letters",
         "processed_ids",

@@ -66,6 +66,9 @@ pub struct Status {
     pub problems: Vec<Problem>,
     pub held: usize,
     pub parked: usize,
+    /// Messages at or below the ack floor that are neither processed nor dead letters, by the last audit.
+    pub missing_messages: Option<u64>,
+    pub audited_through_stream_seq: Option<u64>,
     pub committed_stream_seq: u64,
     pub committed_messages: u64,
     #[serde(with = "time::optional")]

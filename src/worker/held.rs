@@ -16,6 +16,8 @@ struct Owed {
     reply: Reply,
     /// Tells a message from another one that got the same sequence after the server lost its tail.
     published_ns: i64,
+    /// The first of the sequences for which its outcome accounts.
+    accounts_from: u64,
     /// When `ack_wait` last began to run.
     touched: Instant,
 }
@@ -23,16 +25,20 @@ struct Owed {
 impl Held {
     /// Takes a delivery. `false` for another delivery of a message that is held already: this only renews the claim on the
     /// message, which must not run twice.
-    pub fn take(&mut self, position: Position, reply: Reply, now: Instant) -> bool {
-        let owed = Owed { reply, published_ns: position.published_ns, touched: now };
+    pub fn take(&mut self, position: Position, reply: Reply, accounts_from: u64, now: Instant) -> bool {
+        let owed = Owed { reply, published_ns: position.published_ns, accounts_from, touched: now };
         let before = self.0.insert(position.stream_seq, owed);
         before.is_none_or(|before| before.published_ns != position.published_ns)
     }
 
-    /// Gives up the delivery of a message that has its outcome. `None` if nobody may be told.
-    pub fn answer(&mut self, position: Position) -> Option<Reply> {
+    /// Gives up the delivery of a message that has its outcome: where to answer, and the first of the sequences for which the
+    /// outcome accounts. `None` if nobody may be told.
+    pub fn answer(&mut self, position: Position) -> Option<(Reply, u64)> {
         match self.0.entry(position.stream_seq) {
-            Entry::Occupied(owed) if owed.get().published_ns == position.published_ns => Some(owed.remove().reply),
+            Entry::Occupied(owed) if owed.get().published_ns == position.published_ns => {
+                let owed = owed.remove();
+                Some((owed.reply, owed.accounts_from))
+            }
             Entry::Occupied(_) | Entry::Vacant(_) => None,
         }
     }

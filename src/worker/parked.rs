@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use crate::jetstream::consumer::Limits;
 use crate::model::outcome::Outcome;
+use crate::model::ranges::Ranges;
 use crate::model::view::ConsumerView;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::retry::RetryPolicy;
@@ -62,16 +63,17 @@ impl Parked {
     }
 
     /// A fresh look: some may be gone from the stream, or with another worker by now, and together they may take all places.
-    pub fn seen(&mut self, view: &ConsumerView, limits: Option<&Limits>, telemetry: &Telemetry) {
-        let before = self.due.len();
+    pub fn seen(&mut self, view: &ConsumerView, limits: Option<&Limits>, stream_ns: i64, telemetry: &Telemetry) {
+        let mut removed = Ranges::default();
+        self.due.keys().filter(|seq| **seq < view.stream_first_seq).for_each(|seq| removed.add(*seq));
         self.due.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);
-        let gone = (before - self.due.len()) as u64;
-        if gone > 0 {
-            telemetry.metrics.messages_expired.increment(gone);
+        let removed = telemetry.news_of_removed(stream_ns.into(), &removed);
+        if removed.count() > 0 {
+            telemetry.metrics.messages_expired.increment(removed.count());
             tracing::error!(
-                gone,
-                first = view.stream_first_seq,
-                "messages that waited for their retry are gone from the stream"
+                messages = removed.count(),
+                sequences = %removed,
+                "messages that waited for their retry were removed from the stream"
             );
         }
         let now = Instant::now();

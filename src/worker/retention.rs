@@ -8,7 +8,7 @@ use crate::model::view::ConsumerView;
 use crate::store::{Gone, Prunable};
 
 /// `inbox.retention = "auto"` keeps ids at least this long: publishers repeat messages without the server's help.
-const RETENTION_MIN: Duration = Duration::from_secs(7 * 24 * 60 * 60);
+pub const RETENTION_MIN: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 
 /// How far the clocks of a server cluster and of this machine may be apart: a message may be stored with an earlier time than the
 /// message before it.

@@ -15,8 +15,9 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
+use super::audit::pass::Pass;
+use super::audit::{self, Audit};
 use super::bound::Bound;
-use super::given_up::{self, GivenUp, ToDo};
 use super::held::Held;
 use super::outage::Outages;
 use super::parked::Parked;
@@ -30,13 +31,13 @@ use crate::model::delivery::{Arrival, Delivery, Position, Reply};
 use crate::model::id::IdScheme;
 use crate::model::label::Label;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome, Reason};
+use crate::model::text::chain;
 use crate::model::view::ConsumerView;
-use crate::store::{self, Bind, Counts, Store, Unbound};
+use crate::store::{self, AuditMark, Bind, Counts, Prunable, Store, Unbound};
 use crate::telemetry::metrics::SeenBy;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::inbox::{Inbox, Outcomes};
 use crate::worker::retry::RetryPolicy;
-use crate::worker::survey::{Progress, Survey};
 
 /// The loop checks its clocks at least this often, and at least eight times within `ack_wait`.
 const TICK_MAX: Duration = Duration::from_secs(1);
@@ -110,7 +111,11 @@ pub struct Worker {
     cut: CancellationToken,
     tick: Interval,
     upkeep_due: Instant,
-    given_up: GivenUp,
+    audit: Audit,
+    /// The stream has messages that the consumer is not for.
+    filtered: bool,
+    /// When the stream was created.
+    stream_ns: i64,
     waiting_for_pause: Reminder,
     /// What was reported once.
     ignored: HashSet<Ignored>,
@@ -133,8 +138,14 @@ struct Done {
 
 enum Work {
     Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
-    Upkeep(Result<(u64, Counts), store::Error>),
+    Upkeep(Result<Upkept, store::Error>),
     Bind { bind: Bind, result: Result<Result<(), Unbound>, store::Error> },
+}
+
+struct Upkept {
+    pruned: u64,
+    counts: Counts,
+    mark: Option<AuditMark>,
 }
 
 impl Worker {
@@ -162,7 +173,9 @@ impl Worker {
             cut: CancellationToken::new(),
             tick: ticks(TICK_MAX),
             upkeep_due: Instant::now(),
-            given_up: GivenUp::default(),
+            audit: Audit::new(config.audit.every),
+            filtered: false,
+            stream_ns: 0,
             waiting_for_pause: Reminder::default(),
             ignored: HashSet::new(),
             until,
@@ -198,7 +211,7 @@ impl Worker {
                 () = stop.cancelled() => return Ok(Ended::Done),
                 () = &mut pause => return Ok(Ended::Paused),
                 Some(done) = self.writer.done() => self.finish_job(done?).await?,
-                Some(ended) = OptionFuture::from(self.given_up.running()), if self.bound.is_accepted() => self.surveyed(ended).await,
+                Some(ended) = OptionFuture::from(self.audit.running()) => self.audited(ended),
                 _ = self.tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
@@ -234,7 +247,8 @@ impl Worker {
         for Arrival { raw, reply } in arrivals {
             self.count(raw.position);
             self.parked.came(raw.position.stream_seq);
-            if self.held.take(raw.position, reply, now) {
+            let accounts_from = self.audit.delivered(raw.position, self.filtered);
+            if self.held.take(raw.position, reply, accounts_from, now) {
                 self.waiting.push(Delivery::new(raw, &self.scheme));
             }
         }
@@ -275,11 +289,9 @@ impl Worker {
         } else if self.view.is_some() && self.upkeep_due <= now {
             let retention = self.config.inbox.retention;
             let prunable = retention::prunable(retention, self.view.as_ref());
+            let mark = self.audit.mark_to_store();
             Writer::Busy(tokio::spawn(async move {
-                let result = inbox.store().upkeep(prunable, PRUNE_STEP).await;
-                if let Err(error) = &result {
-                    inbox.store().give_up(error).await;
-                }
+                let result = upkeep(inbox.store(), prunable, mark).await;
                 Done { inbox, work: Work::Upkeep(result) }
             }))
         } else {
@@ -302,10 +314,11 @@ impl Worker {
             Work::Batch { batch, result: Err(error), .. } => {
                 // None of it is known to be durable. The batch stays held and goes first when the database is back.
                 self.waiting.put_back(batch);
-                self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)?;
+                self.database_failed(error)?;
             }
-            Work::Upkeep(Ok((pruned, counts))) => {
+            Work::Upkeep(Ok(Upkept { pruned, counts, mark })) => {
                 self.outages.database_works(&self.telemetry);
+                self.audit.stored(mark.as_ref());
                 self.telemetry.metrics.ids_pruned.increment(pruned);
                 self.telemetry.health.set_counts(counts);
                 let more = pruned == u64::from(PRUNE_STEP);
@@ -314,12 +327,20 @@ impl Worker {
             Work::Bind { bind, result: Ok(answer) } => {
                 self.outages.database_works(&self.telemetry);
                 self.bound.answered(&bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
+                if let Some(view) = self.view.clone() {
+                    self.audit(&view);
+                }
             }
-            Work::Upkeep(Err(error)) | Work::Bind { result: Err(error), .. } => {
-                self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)?
-            }
+            Work::Upkeep(Err(error)) | Work::Bind { result: Err(error), .. } => self.database_failed(error)?,
         }
         Ok(())
+    }
+
+    fn database_failed(&mut self, error: store::Error) -> Result<(), WorkerError> {
+        if error.may_have_written() {
+            self.audit.distrust();
+        }
+        self.outages.database_failed(error, &self.telemetry).map_err(WorkerError::Corrupt)
     }
 
     /// Acknowledges what a commit has decided. Everything here is durable.
@@ -345,7 +366,10 @@ impl Worker {
                 tracing::info!(%subject, stream_seq, "ignored {}; more of its kind are only counted", why.name());
             }
             report(delivery, &outcome);
-            if let Some(reply) = self.held.answer(delivery.raw.position) {
+            if let Some((reply, accounts_from)) = self.held.answer(delivery.raw.position) {
+                if outcome.is_final() {
+                    self.audit.decided(accounts_from, delivery.raw.position);
+                }
                 acknowledgements.push((reply, outcome.acknowledgement()));
             }
         }
@@ -405,6 +429,7 @@ impl Worker {
     async fn drain(mut self) -> Result<(), WorkerError> {
         tracing::info!(held = self.held.len(), "draining");
         self.hurry.cancel();
+        self.audit.stop();
         let arrived = self.consumer.quiesce().await;
         self.receive(arrived);
         self.finish_running().await?;
@@ -420,7 +445,14 @@ impl Worker {
         let rest = self.held.hand_back();
         let handed_back = rest.len();
         self.acknowledge(rest, Receipt::Last).await;
-        if let Some(inbox) = self.writer.take() {
+        if let Some(mut inbox) = self.writer.take() {
+            if let Some(mark) = self.audit.mark_to_store().filter(|_| self.outages.retry_at().is_none())
+                && let Err(error) = inbox.store().set_audit_mark(&mark).await
+            {
+                // The next audit begins a little earlier.
+                tracing::debug!(error = %chain(&error), "cannot record where the audit stands");
+                inbox.store().give_up(&error).await;
+            }
             inbox.close().await.map_err(WorkerError::Close)?;
         }
         let outcomes = self.telemetry.health.status().committed_messages;
@@ -452,7 +484,7 @@ impl Worker {
             // alone and would hit a message of the new stream: nothing is sent.
             self.held.clear();
             self.parked.clear();
-            self.given_up.forget();
+            self.audit.distrust();
             self.view = None;
             for Arrival { raw, reply } in former {
                 if raw.position.published_ns < stream_created_ns {
@@ -463,8 +495,9 @@ impl Worker {
                 }
             }
         }
+        self.stream_ns = stream_created_ns;
+        self.filtered = self.consumer.reader().is_some_and(|reader| reader.is_filtered());
         self.receive(current);
-        self.given_up.bound(&view);
         self.bound.bound(&self.config.consumer, &view);
         self.seen(view, Some(limits));
     }
@@ -473,33 +506,22 @@ impl Worker {
     fn seen(&mut self, view: ConsumerView, limits: Option<Limits>) {
         if let Some(limits) = limits {
             self.adopt(limits);
+            // Also the filter may be another one.
+            self.audit.rebound();
         }
         let last_seq = view.stream_last_seq;
         if self.view.as_ref().is_some_and(|before| before.stream_last_seq > last_seq) {
             // The stream lost its tail. What we hold of the tail is still applied.
             self.held.cut_after(last_seq);
             self.parked.cut_after(last_seq);
+            self.audit.distrust();
         }
         self.bound.seen(&self.config.consumer, &view);
-        self.parked.seen(&view, self.limits.as_ref(), &self.telemetry);
+        self.parked.seen(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
         if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
             tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
         }
-        let max_deliver = self.max_deliver();
-        self.given_up.seen(&view, max_deliver, |judged| {
-            Some(Survey {
-                reader: self.consumer.reader()?,
-                scheme: self.scheme.clone(),
-                database: self.config.database.clone(),
-                retention: self.config.inbox.retention,
-                on_conflict: self.config.inbox.on_conflict,
-                judged,
-                view: view.clone(),
-                max_deliver: max_deliver.unwrap_or(1),
-                bytes_max: self.config.batch.max_bytes,
-                progress: Progress::default(),
-            })
-        });
+        self.audit(&view);
         self.view = Some(view);
     }
 
@@ -521,7 +543,7 @@ impl Worker {
                 continue;
             }
             self.count(position);
-            self.held.take(position, reply, Instant::now());
+            self.held.take(position, reply, position.stream_seq, Instant::now());
             let mut delivery = Delivery::new(raw, &self.scheme);
             delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
             self.waiting.push(delivery);
@@ -529,15 +551,29 @@ impl Worker {
         self.telemetry.health.set_held(self.held.len());
     }
 
-    /// Does what follows from a step of the search for messages that the server has given up.
-    async fn surveyed(&mut self, ended: given_up::Ended) {
-        let ToDo { acknowledge, receipt, mut take_in } = self.given_up.surveyed(ended);
-        let acknowledge: Vec<_> = acknowledge.into_iter().map(|reply| (reply, Acknowledgement::Ack)).collect();
-        self.acknowledge(acknowledge, receipt).await;
-        // What the stream has dropped meanwhile may have been processed, and its id pruned.
-        let first = self.view.as_ref().map_or(0, |view| view.stream_first_seq);
-        take_in.retain(|arrival| arrival.raw.position.stream_seq >= first);
-        self.receive_given_up(take_in);
+    /// Begins a pass of the audit if one is due, or moves its mark along.
+    fn audit(&mut self, view: &ConsumerView) {
+        let Some(reader) = self.consumer.reader().filter(|_| self.bound.is_accepted()) else { return };
+        self.filtered = reader.is_filtered();
+        self.audit.accounted(&self.telemetry.reported_removed(self.stream_ns.into()));
+        self.audit.begin(|decided, newest, check| Pass {
+            reader,
+            database: self.config.database.clone(),
+            scheme: self.scheme.clone(),
+            retention: self.config.inbox.retention,
+            on_conflict: self.config.inbox.on_conflict,
+            view: view.clone(),
+            decided,
+            newest,
+            check,
+        });
+        self.audit.advance(view, &self.telemetry);
+    }
+
+    fn audited(&mut self, ended: audit::Ended) {
+        if self.audit.ended(ended, self.stream_ns, &self.telemetry) {
+            self.upkeep_due = Instant::now();
+        }
     }
 
     fn is_idle(&self) -> bool {
@@ -545,7 +581,7 @@ impl Worker {
         let at_rest = self.held.is_empty()
             && self.bound.is_accepted()
             && matches!(self.writer, Writer::Free(_))
-            && self.given_up.is_at_rest();
+            && self.audit.is_at_rest();
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 
@@ -580,6 +616,24 @@ impl Writer {
         let done = job.await.map_err(WorkerError::Panicked);
         *self = Self::Closed;
         Some(done)
+    }
+}
+
+/// Deletes ids that may go, counts the rows, and records where the audit stands.
+async fn upkeep(store: &mut Store, prunable: Prunable, mark: Option<AuditMark>) -> Result<Upkept, store::Error> {
+    let upkept = async {
+        let (pruned, counts) = store.upkeep(prunable, PRUNE_STEP).await?;
+        if let Some(mark) = &mark {
+            store.set_audit_mark(mark).await?;
+        }
+        Ok((pruned, counts))
+    };
+    match upkept.await {
+        Ok((pruned, counts)) => Ok(Upkept { pruned, counts, mark }),
+        Err(error) => {
+            store.give_up(&error).await;
+            Err(error)
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::support::nats::{consumer_config, stream_config};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 /// Name and type of every metric of our own.
-const METRICS: [(&str, &str); 43] = [
+const METRICS: [(&str, &str); 45] = [
     ("deliveries_total", "counter"),
     ("redeliveries_total", "counter"),
     ("outcomes_total", "counter"),
@@ -37,6 +37,8 @@ const METRICS: [(&str, &str); 43] = [
     ("committed_stream_seq", "gauge"),
     ("held_deliveries", "gauge"),
     ("parked_messages", "gauge"),
+    ("missing_messages", "gauge"),
+    ("audited_through_stream_seq", "gauge"),
     ("oldest_pending_seconds", "gauge"),
     ("dead_letters", "gauge"),
     ("processed_ids", "gauge"),

@@ -34,6 +34,7 @@ mod processes;
 mod reconnect;
 mod restored;
 mod seeds;
+mod self_audit;
 mod settings;
 mod setup;
 mod signals;

@@ -147,7 +147,7 @@ impl<'a, W: Write> Report<'a, W> {
             write!(self.out, ", {other_id} processed under another id")?;
         }
         if *cannot_be_told > 0 {
-            write!(self.out, ", {cannot_be_told} older than inbox.retention that cannot be judged")?;
+            write!(self.out, ", {cannot_be_told} that cannot be determined")?;
         }
         if summary.gone > 0 {
             let Summary { gone, gone_through, .. } = summary;

@@ -10,28 +10,30 @@ use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate;
 use crate::jetstream::look::{Snapshot, StartsAt, look_for_command};
 use crate::model::time::{seconds_text, unix_ns};
+use crate::store::AuditMark;
+use crate::worker::audit::pass::{other_filter_through, settled};
+use crate::worker::missing::Bounds;
 use crate::worker::retention::pruned_before;
 
 /// Which messages are checked.
 pub struct Scope {
     pub from: u64,
     pub to: u64,
-    /// A message that was published before this is not for the consumer.
-    pub start_ns: i64,
-    /// The id of a message that was published before this may be pruned, although the message was processed.
-    pub pruned_before_ns: i64,
+    pub bounds: Bounds,
     pub notes: Vec<String>,
 }
 
 impl Scope {
-    pub fn of(config: &Config, found: &Snapshot, from: Option<u64>, oldest_processed_at: Option<i64>) -> Self {
-        let (stream, consumer) = (&found.stream, &found.consumer);
+    pub fn of(
+        config: &Config,
+        found: &Snapshot,
+        from: u64,
+        oldest_processed_at: Option<i64>,
+        mark: Option<&AuditMark>,
+    ) -> Self {
+        let stream = &found.stream;
         let (first, last) = (stream.state.first_sequence, stream.state.last_sequence);
-        // With nothing pending the floor may lag behind, below messages that the server has given up.
-        let floor = match consumer.num_ack_pending {
-            0 => consumer.delivered.stream_sequence.max(consumer.ack_floor.stream_sequence),
-            _ => consumer.ack_floor.stream_sequence,
-        };
+        let floor = settled(&found.view());
         let mut notes = Vec::new();
         let StartsAt { seq: start_seq, ns: start_ns } = found.starts_at();
         if start_seq > 1 || start_ns > 0 {
@@ -39,7 +41,7 @@ impl Scope {
             notes.push(format!("the consumer starts at {start}; older messages were never for it and are not checked"));
         }
         notes.extend(gate::unauditable(stream));
-        let wanted = start_seq.max(from.unwrap_or(1)).max(1);
+        let wanted = start_seq.max(from).max(1);
         if floor > last {
             notes.push(format!(
                 "the ack floor {floor} is beyond the last message {last}: the server lost its newest messages"
@@ -59,13 +61,24 @@ impl Scope {
                 seconds_text(began_ns)
             ));
         }
-        let now_ns = unix_ns(SystemTime::now());
-        let pruned_before_ns = pruned_before(config.inbox.retention, oldest_processed_at, now_ns);
+        let other_filter_through = other_filter_through(mark, &found.filters(), last);
+        if other_filter_through > 0 {
+            notes.push(format!(
+                "the consumer had another filter up to message {other_filter_through}; messages up to there that are in no table \
+                 may never have been for it: they cannot be determined and are never repaired"
+            ));
+        }
+        let bounds = Bounds {
+            start_ns,
+            pruned_before_ns: pruned_before(config.inbox.retention, oldest_processed_at, unix_ns(SystemTime::now())),
+            other_filter_through,
+            on_conflict: config.inbox.on_conflict,
+        };
         let from = wanted.max(first);
         if from > to {
             notes.push(format!("nothing to check: the ack floor is {floor}, and the first message to check is {from}"));
         }
-        Self { from, to, start_ns, pruned_before_ns, notes }
+        Self { from, to, bounds, notes }
     }
 
     pub fn is_empty(&self) -> bool {
