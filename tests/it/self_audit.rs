@@ -281,7 +281,7 @@ async fn a_stop_does_not_wait_for_it() {
 }
 
 #[tokio::test]
-async fn without_the_optional_permissions_it_proves_what_it_can_and_says_once_what_it_cannot() {
+async fn without_optional_permissions_the_tables_decide_and_the_rest_is_logged() {
     const NEEDED: &str =
         r#"allow: ["$JS.API.STREAM.INFO.>", "$JS.API.CONSUMER.INFO.>", "$JS.API.CONSUMER.MSG.NEXT.>", "$JS.ACK.>"]"#;
     let (server, broker) = Broker::with_restricted_worker(NEEDED, consumer_config()).await;
