@@ -135,9 +135,10 @@ async fn audit(
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
     let mut audit = Audit { next: scope.from, config, stream, scope, lookup, inbox, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
+    let is_repaired = ended.is_ok() && from.is_none() && report.summary.missing == report.summary.repaired;
     let closed = match audit.inbox.take() {
         // Everything that the stream still has up to the ack floor is in this database now.
-        Some(mut inbox) if ended.is_ok() && from.is_none() && record.is_none() => {
+        Some(mut inbox) if is_repaired && record.is_none() => {
             let repaired = Bind { floor_stream_seq: 0, ..bind };
             match inbox.store().adopt(&repaired).await {
                 Ok(_) => inbox.close().await,

@@ -130,7 +130,9 @@ impl<W: Write> Report<'_, W> {
     async fn database(&mut self, config: &Config, bind: Option<Bind>) -> io::Result<()> {
         let database = &config.database;
         let (presence, holder) = (store::check(database).await, store::holder(database));
-        if let (Ok(presence), Some(bind)) = (&presence, bind)
+        // A file that is gone while a daemon uses it is a worse problem, with another remedy.
+        let is_gone = matches!((&presence, &holder), (Ok(Presence::WillBeCreated), Ok(Some(_))));
+        if let (Ok(presence), Some(bind), false) = (&presence, bind, is_gone)
             && let Err(refusal) = judge(config, *presence, &bind).await
         {
             return self.bad("database", &refusal);
