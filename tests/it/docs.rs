@@ -207,6 +207,13 @@ fn pages_fit_a_terminal_and_the_readme_a_minute() {
             }
         }
     }
+    // Wrapping would hide them from git.
+    let conflicts: Vec<String> = pages()
+        .iter()
+        .filter(|page| page.text.contains("<<<<<<<") || page.text.contains(">>>>>>>"))
+        .map(Page::name)
+        .collect();
+    assert!(conflicts.is_empty(), "a merge left its marks in {conflicts:?}");
     assert!(long.is_empty(), "more than {COLUMNS_MAX} columns:\n{}", long.join("\n"));
     assert!(pages()[0].text.lines().count() <= README_LINES_MAX);
 }
