@@ -56,7 +56,7 @@ fn assert_the_id_is_that_of_the_message(delivery: &Delivery, scheme: &IdScheme) 
     other.position.stream_seq = other.position.stream_seq.wrapping_add(1);
     let other = Delivery::new(other, scheme);
     let by_position =
-        delivery.id.ends_with(&format!(":{}:{}", delivery.raw.position.stream_seq, delivery.raw.position.published_ns));
+        delivery.id.ends_with(&format!("@{}:{}", delivery.raw.position.published_ns, delivery.raw.position.stream_seq));
     assert!(by_position || other.id == delivery.id, "the id depends on a position that it does not show");
     assert_eq!(other.digest, delivery.digest);
 }

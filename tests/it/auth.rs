@@ -111,7 +111,7 @@ async fn user_and_password() {
 
     secret(spec.secret_file("nats.password_file"), "right one\n");
     let_in(&spec, &broker).await;
-    let spec = DaemonSpec::new(in_url("right%20one"));
+    let spec = spec.unset("nats.user").unset("nats.password_file").set("nats.url", in_url("right%20one"));
     spec.run_ok(&["check"]).await;
 }
 
@@ -183,7 +183,7 @@ async fn tls_with_an_authority_of_our_own() {
         .await;
     let spec = DaemonSpec::new(server.url()).set("nats.tls.ca_file", ours.ca());
     let_in(&spec, &broker).await;
-    let spec = DaemonSpec::new(server.url().replace("nats://", "tls://")).set("nats.tls.ca_file", ours.ca());
+    let spec = spec.set("nats.url", server.url().replace("nats://", "tls://"));
     spec.run_ok(&["check"]).await;
 
     server.reconfigure(tls(&ours, &ours, 2020, "")).await;
@@ -703,11 +703,16 @@ async fn secrets_are_in_no_output_at_any_log_level() {
     let in_url = |user: &str| plain.url().replace("nats://", &format!("nats://{user}@"));
     let (ours_seed, other_seed) = (ours_key.seed().unwrap(), other_key.seed().unwrap());
     let secret = || vec!["S3CRET".to_owned()];
-    let to = |server: &NatsServer| DaemonSpec::new(server.url());
+    // Each way of one server has the database that the others have worked with.
+    let at = |url: String, server: &NatsServer| {
+        let database = folder.path().join(format!("{}.db", server.address().replace(':', "-")));
+        DaemonSpec::new(url).set("database.url", format!("sqlite://{}", database.display()))
+    };
+    let to = |server: &NatsServer| at(server.url(), server);
     let ways = [
-        (DaemonSpec::new(in_url("worker:right-S3CRET")), secret()),
-        (DaemonSpec::new(in_url("worker:wrong-S3CRET")), secret()),
-        (DaemonSpec::new(in_url("token-S3CRET")), secret()),
+        (at(in_url("worker:right-S3CRET"), &plain), secret()),
+        (at(in_url("worker:wrong-S3CRET"), &plain), secret()),
+        (at(in_url("token-S3CRET"), &plain), secret()),
         (to(&plain).set("nats.user", "worker").with_secret("nats.password_file", "right-S3CRET"), secret()),
         (to(&plain).set("nats.user", "worker").with_secret("nats.password_file", "wrong-S3CRET"), secret()),
         (to(&plain).with_secret("nats.token_file", "wrong-S3CRET"), secret()),

@@ -5,9 +5,7 @@ use std::time::Duration;
 use order_processor::worker::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
-use crate::support::nats::{
-    CONSUMER, STREAM, consumer_config, impatient_consumer_config, patient_consumer_config, stream_config,
-};
+use crate::support::nats::{consumer_config, impatient_consumer_config, patient_consumer_config, stream_config};
 use crate::support::{
     Broker, Daemon, DaemonSpec, FaultProxy, NEVER, NatsServer, PATIENCE, at_least, equal, eventually, free_port,
 };
@@ -196,8 +194,7 @@ async fn restarts_over_a_held_backlog_dead_letter_nothing() {
     let broker = Broker::connect(&server).await;
     // What a killed worker held comes again soon.
     broker.create(stream_config(), impatient_consumer_config()).await;
-    let proxy = FaultProxy::start(server.address()).await;
-    let spec = DaemonSpec::new(proxy.url())
+    let spec = DaemonSpec::new(server.url())
         .set("retry.max_attempts", "2")
         .set("shutdown.timeout", "1s")
         .set("batch.max_messages", "16");
@@ -205,16 +202,12 @@ async fn restarts_over_a_held_backlog_dead_letter_nothing() {
 
     // Three times as many as attempts are allowed.
     for restart in 0..6 {
-        // Out of reach of the orders until the database is open and then in another hand: so it gets them and keeps them.
-        proxy.refuse();
+        // The server delivers nothing until the database is in another hand: so the worker gets the orders and keeps them.
+        broker.pause_consumer(NEVER).await;
         let mut worker = spec.start();
-        eventually("the database is open", PATIENCE, async || {
-            let (_, body) = worker.try_get("/readyz").await?;
-            if body.contains("database") { Err(body) } else { Ok(()) }
-        })
-        .await;
+        worker.ready().await;
         let writer = spec.db().lock().await;
-        proxy.heal();
+        broker.resume_consumer().await;
         eventually("the worker holds orders", PATIENCE, async || {
             at_least(worker.metrics().await.get("held_deliveries"), Some(1.0))
         })
@@ -294,7 +287,7 @@ async fn consumer_paused() {
     broker.publish_numbered(6..=25).await;
     worker.metric("consumer_num_pending", 20.0).await;
     worker.drain().await;
-    broker.jetstream.get_stream(STREAM).await.unwrap().resume_consumer(CONSUMER).await.unwrap();
+    broker.resume_consumer().await;
     spec.run_ok(&["run", "--until-idle"]).await;
     spec.db().applied_once(25).await;
 }

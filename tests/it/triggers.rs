@@ -20,7 +20,7 @@ async fn with_sales() -> (crate::support::NatsServer, Broker, DaemonSpec) {
 }
 
 #[tokio::test]
-async fn a_payload_that_a_trigger_cannot_read_is_a_dead_letter_and_stops_no_other_order() {
+async fn a_payload_that_a_trigger_cannot_read_is_a_dead_letter_alone() {
     let (_server, broker, spec) = with_sales().await;
     for payload in [r#"{"cents": 250}"#, "Order Data 2", r#"{"cents": 900}"#] {
         broker.publish(payload).await;

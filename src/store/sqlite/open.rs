@@ -177,11 +177,20 @@ pub async fn require_beside(path: &Path) -> Result<(), OpenError> {
 pub async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
     let unopened = |source| OpenError::sqlite(path, source);
     let mut connection = connect(&options(path), "opening the database").await.map_err(unopened)?;
-    let reading = |source| unopened(failed("reading the schema", source));
+    let seen = known_schema(path, &mut connection).await;
+    // Closed in any case: one that is dropped leaves its WAL if the process ends first.
+    let closed = connection.close().await;
+    let seen = seen?;
+    closed.map_err(|source| unopened(failed("closing the database", source)))?;
+    Ok(seen)
+}
+
+async fn known_schema(path: &Path, connection: &mut SqliteConnection) -> Result<usize, OpenError> {
+    let reading = |source| OpenError::sqlite(path, failed("reading the schema", source));
     let (tables, ours): (i64, bool) = sqlx::query_as(
         "SELECT count(*), coalesce(max(name = '_sqlx_migrations'), 0) FROM sqlite_schema WHERE type = 'table'",
     )
-    .fetch_one(&mut connection)
+    .fetch_one(&mut *connection)
     .await
     .map_err(reading)?;
     if tables > 0 && !ours {
@@ -191,7 +200,7 @@ pub async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
     if ours {
         let applied: Vec<(i64, Vec<u8>)> =
             sqlx::query_as("SELECT version, checksum FROM _sqlx_migrations ORDER BY version")
-                .fetch_all(&mut connection)
+                .fetch_all(&mut *connection)
                 .await
                 .map_err(reading)?;
         for (version, checksum) in applied {
@@ -204,7 +213,6 @@ pub async fn require_known_schema(path: &Path) -> Result<usize, OpenError> {
             }
         }
     }
-    connection.close().await.map_err(reading)?;
     Ok(seen)
 }
 

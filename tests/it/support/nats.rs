@@ -253,6 +253,12 @@ impl Broker {
         assert!(paused.expect("the consumer can be paused").paused);
     }
 
+    /// What `nats consumer resume` does.
+    pub async fn resume_consumer(&self) {
+        let stream = self.jetstream.get_stream(STREAM).await.expect("the stream exists");
+        stream.resume_consumer(CONSUMER).await.expect("the consumer can be resumed");
+    }
+
     /// Takes the next message, as another worker would have it.
     pub async fn take_one(&self) -> jetstream::Message {
         let consumer: consumer::PullConsumer =
