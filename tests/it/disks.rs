@@ -152,6 +152,28 @@ async fn all_went_well(broker: &Broker, spec: &DaemonSpec, orders: u64) {
     assert_eq!(spec.db().count("attempts").await, 0, "no attempt is spent");
 }
 
+/// The daemon has read the database through a second connection by then, as its audit does after each bind.
+#[tokio::test]
+async fn no_commit_is_lost_when_another_program_closes_the_database() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish("Order Data 1").await;
+    spec.db().has("orders", 1).await;
+    broker.acknowledged(1).await;
+
+    // A process of its own, since locks belong to processes.
+    let shell = Command::new("sqlite3").arg(spec.database()).arg("SELECT count(*) FROM orders").output();
+    let Ok(shell) = shell else { return eprintln!("NOT TESTED: sqlite3 is not installed") };
+    assert!(shell.status.success(), "{shell:?}");
+    broker.publish("Order Data 2").await;
+    broker.acknowledged(2).await;
+
+    assert_eq!(spec.db().count("orders").await, 2, "what is acknowledged is in the database");
+    worker.drain().await;
+}
+
 #[tokio::test]
 async fn a_full_disk_and_then_a_read_only_one_hold_up_and_cost_nothing() {
     let Some(disk) = SmallDisk::mount() else { return };

@@ -1,9 +1,11 @@
 //! What is checked before the database is opened, and the files beside it.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::Access;
@@ -22,6 +24,17 @@ pub const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a starting process waits for the previous process to close the file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 pub const OPENING_TO_READ: &str = "opening the database to read";
+
+/// Device and inode of each file that this process has created or checked, and that SQLite may have open here.
+///
+/// If a process closes any descriptor of a file, POSIX drops all locks that the process has on the file, those of SQLite
+/// included. Another program that closes the database would then take itself for the last one and delete the WAL: what the daemon
+/// commits after that is lost. So nothing but SQLite opens such a file again.
+static SEEN: Mutex<Option<HashSet<(u64, u64)>>> = Mutex::new(None);
+
+fn seen() -> MutexGuard<'static, Option<HashSet<(u64, u64)>>> {
+    SEEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A file beside the database, such as `orders.db-wal`.
 pub fn beside(database: &Path, suffix: &str) -> PathBuf {
@@ -83,7 +96,9 @@ pub async fn acquire(path: &Path) -> Result<Lock, OpenError> {
 /// Creates an empty file with access for the owner only. For SQLite, an empty file is a new database. SQLite creates the files
 /// beside it with the same mode.
 pub fn create(path: &Path) -> io::Result<()> {
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)?;
+    seen().get_or_insert_default().extend(identity(path));
+    Ok(())
 }
 
 pub fn identity(path: &Path) -> Option<(u64, u64)> {
@@ -146,7 +161,7 @@ pub fn unreadable(error: OpenError) -> OpenError {
     }
 }
 
-/// Checks the first bytes before anything opens the file for writing.
+/// Checks the first bytes before anything opens the file for writing. Once for each file, see [`SEEN`].
 pub fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     const MAGIC: &[u8] = b"SQLite format 3\0";
     let io_error = |source: io::Error| match (is_there(path), source.kind()) {
@@ -154,6 +169,12 @@ pub fn require_sqlite(path: &Path) -> Result<(), OpenError> {
         (Ok(_), io::ErrorKind::PermissionDenied) => OpenError::NotReadable(path.to_owned()),
         (Ok(_), _) => unusable(path, source),
     };
+    let file_identity = identity(path);
+    let mut seen = seen();
+    let seen = seen.get_or_insert_default();
+    if file_identity.is_some_and(|identity| seen.contains(&identity)) {
+        return Ok(());
+    }
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -162,7 +183,12 @@ pub fn require_sqlite(path: &Path) -> Result<(), OpenError> {
     let mut head = Vec::new();
     file.take(MAGIC.len() as u64).read_to_end(&mut head).map_err(io_error)?;
     // SQLite itself leaves a database without tables as an empty file.
-    if head.is_empty() || head == MAGIC { Ok(()) } else { Err(OpenError::NotADatabase(path.to_owned())) }
+    if head.is_empty() || head == MAGIC {
+        seen.extend(file_identity);
+        Ok(())
+    } else {
+        Err(OpenError::NotADatabase(path.to_owned()))
+    }
 }
 
 /// Requires a database of exactly this version, for commands that work beside the daemon.
