@@ -2,7 +2,7 @@
 
 use crate::model::id::Digest;
 
-/// Whether [`Store::open`] would find a database or create one.
+/// Whether [`Store::open`](super::Store::open) would find a database or create one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
     Exists,
