@@ -141,12 +141,13 @@ fn play(page: &Page, steps: &[Step], server: &NatsServer) -> Vec<String> {
             continue;
         }
         complaints.push(format!(
-            "{}, line {}: $ {}\nshows:\n{}\nprints:\n{}",
+            "{}, line {}: $ {}\nshows:\n{}\nprints:\n{}\nand the daemon has logged:\n{}",
             page.name(),
             step.at,
             step.command,
             step.shown.join("\n"),
-            printed.join("\n")
+            printed.join("\n"),
+            session.log()
         ));
     }
     for (step, printed) in edits.into_iter().rev() {

@@ -113,6 +113,11 @@ impl Session {
         }
     }
 
+    /// What the daemon logged, if one was started.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("run.log")).unwrap_or_default()
+    }
+
     /// Whether the last command failed.
     pub fn failed(&self) -> bool {
         self.exit_code != 0
