@@ -1,6 +1,10 @@
 //! The settings: where they come from, what each one allows, and every problem with them at once.
 //! `config/default.toml` ← file ← environment. Nothing here opens a secret file or reads the process environment:
 //! the caller passes the variables, so that tests can pass their own.
+//!
+//! A new setting needs: its key with a comment in `config/default.toml`, a field here, its line in `SETTINGS`, its reader in
+//! `read.rs` (and a parser in `parse.rs` if no other fits), and `make docs` for the reference page. The unit tests check that the
+//! file and `SETTINGS` have the same keys.
 
 use std::ffi::OsString;
 use std::fmt;

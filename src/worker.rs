@@ -14,4 +14,6 @@ mod bound;
 mod held;
 mod outage;
 mod parked;
+mod report;
 mod waiting;
+mod writer;

@@ -31,7 +31,7 @@ impl Outcome {
         !matches!(self, Self::Retry { .. })
     }
 
-    /// The one place where an outcome becomes an acknowledgement.
+    /// The one place where an outcome becomes an acknowledgement. Deliveries without an outcome are only handed back at a stop.
     ///
     /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.
     pub fn acknowledgement(&self) -> Acknowledgement {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 
-use super::inbox::caught;
+use super::inbox::single::caught;
 use crate::handler::{Answer, Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;

@@ -1,4 +1,4 @@
-//! The messages that were handed back for a retry and are to come again.
+//! The messages that were handed back for a retry, until the server delivers them again.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::model::view::ConsumerView;
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::retry::RetryPolicy;
 
-/// A message that has not come back this long after it could have is with another worker.
+/// A message that did not come back for this long after its retry was due is with another client.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// By stream sequence, and when each is due.
+/// When the retry of each message is due, by stream sequence.
 #[derive(Default)]
 pub struct Parked {
     due: HashMap<u64, Instant>,
@@ -27,7 +27,7 @@ impl Parked {
         self.due.len()
     }
 
-    /// Remembers a message that is handed back for a retry, and lets it wait no longer than the flow of others allows.
+    /// Records a message that is handed back for a retry, and shortens its delay if parked messages fill the consumer.
     pub fn park(&mut self, stream_seq: u64, outcome: Outcome, limits: Option<&Limits>) -> Outcome {
         match outcome {
             Outcome::Retry { delay, error } => {
@@ -44,25 +44,26 @@ impl Parked {
         }
     }
 
-    /// One has come back.
+    /// The server delivered the message again.
     pub fn came(&mut self, stream_seq: u64) {
-        // Nearly always none is parked, and then there is no need to hash.
+        // Nearly always, no message is parked. Then the sequence needs no hash.
         if !self.due.is_empty() {
             self.due.remove(&stream_seq);
         }
     }
 
-    /// The stream has lost what came after this.
+    /// The stream lost the messages after this sequence.
     pub fn cut_after(&mut self, last_seq: u64) {
         self.due.retain(|stream_seq, _| *stream_seq <= last_seq);
     }
 
-    /// The stream is another one.
+    /// The stream was recreated.
     pub fn clear(&mut self) {
         self.due.clear();
     }
 
-    /// A fresh look: some may be gone from the stream, or with another worker by now, and together they may take all places.
+    /// Takes a new look at the consumer: the stream may have removed messages, another client may have them, and they may fill
+    /// `max_ack_pending`.
     pub fn seen(&mut self, view: &ConsumerView, limits: Option<&Limits>, stream_ns: i64, telemetry: &Telemetry) {
         let mut removed = Ranges::default();
         self.due.keys().filter(|seq| **seq < view.stream_first_seq).for_each(|seq| removed.add(*seq));
@@ -82,9 +83,9 @@ impl Parked {
         let (parked, out) = (self.due.len(), view.num_ack_pending);
         if view.is_full() && parked as u64 > out / 2 && self.full.is_due("full") {
             tracing::warn!(
-                "max_ack_pending is used up: of {out} deliveries {parked} wait for their retry, new orders wait for them, and retries come \
-                 sooner than they should; raise it with `order-processor setup --update --max-ack-pending`, or correct the \
-                 cause of the failed orders"
+                "max_ack_pending is used up: {parked} of {out} deliveries wait for their retry; new orders wait, and retries come \
+                 sooner; correct the cause of the failures, or raise the limit with `order-processor setup --update \
+                 --max-ack-pending`"
             );
         }
         telemetry.health.set_parked(parked);

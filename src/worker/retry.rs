@@ -7,8 +7,10 @@ use crate::handler::Failure;
 use crate::model::outcome::Reason;
 use crate::model::time::doubled;
 
-/// A retry waits no longer when parked messages have taken all that the consumer lets be delivered.
+/// The delay of a retry when parked messages fill `max_ack_pending`.
 const CROWDED_DELAY: Duration = Duration::from_secs(1);
+/// The share by which a delay may be shorter or longer.
+const JITTER: f64 = 0.2;
 
 /// `retry.*` of the settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +39,7 @@ impl RetryPolicy {
     /// Decides after the `failed`th failed run. `last_delivery`: the server will not deliver the message again.
     pub fn verdict(&self, failure: &Failure, failed: u32, last_delivery: bool) -> Verdict {
         match failure {
-            // What no message is to blame for never comes here.
+            // A failure that no message caused never comes here.
             Failure::Permanent(_) | Failure::Store(_) | Failure::Away(_) => Verdict::Bury(Reason::Permanent),
             Failure::At { failure, .. } => self.verdict(failure, failed, last_delivery),
             Failure::Retry(_) if failed >= self.max_attempts => Verdict::Bury(Reason::AttemptsExhausted),
@@ -51,11 +53,11 @@ impl RetryPolicy {
         doubled(self.min_delay, failed.saturating_sub(1), self.max_delay)
     }
 
-    /// The delay that is left of `delay` when this is the `parked`th of the messages that wait for their retry, and the
-    /// consumer lets so many messages be delivered at a time.
+    /// Shortens `delay` when many messages wait for a retry: `parked` of the consumer's `places` (`max_ack_pending`) are taken, this
+    /// message included.
     ///
-    /// Each of them takes a place of those, and when all places are taken the server delivers nothing new. From half of them
-    /// on delays become shorter, down to [`CROWDED_DELAY`] for the last: its attempts are soon used up, and the place comes free.
+    /// When all places are taken, the server delivers nothing new. From half of the places on, delays become shorter, down to
+    /// [`CROWDED_DELAY`] for the last place. Its attempts are then used up soon, and the place is free again.
     pub fn crowded(delay: Duration, parked: usize, places: usize) -> Duration {
         let half = places / 2;
         if parked <= half || delay <= CROWDED_DELAY {
@@ -65,9 +67,15 @@ impl RetryPolicy {
         CROWDED_DELAY.mul_f64(delay.div_duration_f64(CROWDED_DELAY).powf(left))
     }
 
-    /// A fifth less or more, so that messages that failed together do not come back together. `random` is in 0..1.
+    /// Makes the delay up to a fifth shorter or longer, so that messages that failed together do not come back together. `random`
+    /// is in 0..1.
     pub fn jitter(delay: Duration, random: f64) -> Duration {
-        delay.mul_f64(0.8 + 0.4 * random)
+        delay.mul_f64(1.0 - JITTER + 2.0 * JITTER * random)
+    }
+
+    /// The longest delay that a retry can have.
+    pub fn longest(&self) -> Duration {
+        self.max_delay.mul_f64(1.0 + JITTER)
     }
 }
 

@@ -74,31 +74,31 @@ pub async fn work(
         match ended {
             Ok(Ended::Done) => return Ok(()),
             Ok(Ended::Paused) => {}
-            // On a full disk for one. What is in the WAL is safe there, and whoever opens the database next finds it.
+            // For example on a full disk. What is in the WAL is safe there, and the next program that opens the database reads it.
             Err(WorkerError::Close(error)) if !stop.is_cancelled() && store::paused(database)?.is_some() => {
-                tracing::warn!(error = %chain(&error), "paused, and a part of the database is still in its WAL file");
+                tracing::warn!(error = %chain(&error), "paused, and a part of the database is still in its WAL file; nothing is lost; copy the -wal file together with the database");
             }
             Err(error) => return Err(error.into()),
         }
     }
-    // While it was paused or waited for its database; there is nothing to drain.
+    // The daemon was paused or waited for its database, so there is nothing to drain.
     telemetry.health.set_draining();
     Ok(())
 }
 
-/// Passes the stop on to the worker, noted first where the next process finds it if this one is ended before it has drained, by a
-/// second signal or by SIGKILL.
+/// Passes the stop on to the worker. Before that, notes it where the next process finds the note if a second signal or SIGKILL ends
+/// this process before it has drained.
 async fn pass_on(stop: &CancellationToken, database: &Database, told: &CancellationToken) -> Infallible {
     stop.cancelled().await;
     let database = database.clone();
     let noting = tokio::task::spawn_blocking(move || store::note_stop(&database));
-    // A disk that hangs does not hold the stop up.
+    // A disk that hangs does not delay the stop.
     drop(tokio::time::timeout(NOTE_PATIENCE, noting).await);
     told.cancel();
     std::future::pending().await
 }
 
-/// Waits for the end of a pause, if one is on. What the server has is looked at all the same, and nothing is pulled.
+/// Waits for the end of a pause, if there is one. The daemon still looks at stream and consumer, and pulls nothing.
 async fn sit_out_pause(
     config: &Arc<Config>,
     telemetry: &Arc<Telemetry>,
@@ -126,21 +126,21 @@ async fn sit_out_pause(
                     telemetry.health.set_paused(Some(another.clone()));
                     pause = another;
                 }
-                // The file system may be part of what is serviced.
+                // The file system itself may be in service.
                 Err(error) => {
                     let cause = chain(&error);
                     if reminder.is_due(&cause) {
-                        tracing::warn!(%cause, "cannot look whether the pause is over");
+                        tracing::warn!(%cause, "cannot read the pause marker; the daemon stays paused");
                     }
                 }
             },
             event = consumer.next(Room { messages: 0, bytes: 0 }), if !refused => match event {
-                // Whoever services the database may service this as well. It counts at the end of the pause.
+                // The operator may correct the consumer during the pause as well. It matters at the end of the pause.
                 Event::Refused(error) => {
-                    tracing::warn!(error = %chain(&error), "the consumer is not fit");
+                    tracing::warn!(error = %chain(&error), "the daemon will refuse this consumer when the pause ends");
                     refused = true;
                 }
-                // What the server gives up meanwhile is found after the pause.
+                // The audit finds after the pause what the server gives up meanwhile.
                 Event::Seen { .. } | Event::Bound { .. } | Event::Deliveries(_) | Event::GivenUp(_) => {}
             },
         }

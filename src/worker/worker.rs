@@ -5,39 +5,39 @@
 //! Only waiting is ever cancelled. A batch runs to its end in its own task; only the drain's deadline cuts it off, undone.
 
 use std::collections::HashSet;
-use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::OptionFuture;
-use tokio::task::{JoinError, JoinHandle};
+use tokio::task::JoinError;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use super::audit::pass::Pass;
-use super::audit::{self, Audit};
+use super::audit::Audit;
 use super::bound::Bound;
 use super::held::Held;
 use super::outage::Outages;
 use super::parked::Parked;
+use super::report::report;
 use super::retention;
 use super::waiting::Waiting;
+use super::writer::{Done, PRUNE_STEP, Upkept, Work, Writer, upkeep};
 use crate::config::Config;
 use crate::handler::Handler;
 use crate::jetstream;
 use crate::jetstream::consumer::{Consumer, Event, Limits, Receipt, Room};
-use crate::model::delivery::{Arrival, Delivery, Position, Reply};
+use crate::model::delivery::{Arrival, Delivery, Reply};
 use crate::model::id::IdScheme;
-use crate::model::label::Label;
-use crate::model::outcome::{Acknowledgement, Ignored, Outcome, Reason};
-use crate::model::text::chain;
+use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
 use crate::model::view::ConsumerView;
-use crate::store::{self, AuditMark, Bind, Counts, Prunable, Store, Unbound};
-use crate::telemetry::metrics::SeenBy;
+use crate::store::{self, Store, Unbound};
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::inbox::{Inbox, Outcomes};
 use crate::worker::retry::RetryPolicy;
+
+mod drain;
+mod looks;
 
 /// The loop checks its clocks at least this often, and at least eight times within `ack_wait`.
 const TICK_MAX: Duration = Duration::from_secs(1);
@@ -50,8 +50,6 @@ const INFO_EVERY: Duration = Duration::from_secs(2);
 const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
 /// How often ids are pruned and rows counted: operators write to the database too, and our gauges must show it.
 const UPKEEP_EVERY: Duration = Duration::from_secs(10);
-/// Ids deleted in one transaction: a few milliseconds.
-const PRUNE_STEP: u32 = 500;
 
 /// When [`Worker::run`] ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,32 +118,6 @@ pub struct Worker {
     /// What was reported once.
     ignored: HashSet<Ignored>,
     until: Until,
-}
-
-/// The one writer of the database: here, or with the job that uses it.
-enum Writer {
-    Free(Box<Inbox>),
-    Busy(JoinHandle<Done>),
-    /// Closed by the drain, or lost with a job that panicked.
-    Closed,
-}
-
-/// What comes back from the task that works on the database.
-struct Done {
-    inbox: Box<Inbox>,
-    work: Work,
-}
-
-enum Work {
-    Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
-    Upkeep(Result<Upkept, store::Error>),
-    Bind { bind: Bind, result: Result<Result<(), Unbound>, store::Error> },
-}
-
-struct Upkept {
-    pruned: u64,
-    counts: Counts,
-    mark: Option<AuditMark>,
 }
 
 impl Worker {
@@ -402,239 +374,6 @@ impl Worker {
             self.held.touch(half, now);
         }
     }
-
-    /// Drains. At the deadline, it cuts off the job that still runs.
-    async fn drain_in_time(self, ended: Ended) -> Result<Ended, WorkerError> {
-        let deadline = self.config.shutdown.timeout;
-        let began = Instant::now();
-        let (telemetry, cut) = (self.telemetry.clone(), self.cut.clone());
-        let mut drain = pin!(self.drain());
-        let drained = match tokio::time::timeout(deadline, &mut drain).await {
-            Ok(drained) => drained,
-            Err(_) => {
-                // A handler that is cut off is not a crash of its order, and held deliveries need not wait for `ack_wait`.
-                cut.cancel();
-                match tokio::time::timeout(CUT_GRACE, drain).await {
-                    // A pause only needs the database to be closed.
-                    Ok(Ok(())) if ended == Ended::Paused => Ok(()),
-                    rest => rest.unwrap_or(Ok(())).and(Err(WorkerError::Deadline(deadline))),
-                }
-            }
-        };
-        telemetry.metrics.shutdown_duration_seconds.record(began.elapsed().as_secs_f64());
-        drained.map(|()| ended)
-    }
-
-    /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
-    async fn drain(mut self) -> Result<(), WorkerError> {
-        tracing::info!(held = self.held.len(), "draining");
-        self.hurry.cancel();
-        self.audit.stop();
-        let arrived = self.consumer.quiesce().await;
-        self.receive(arrived);
-        self.finish_running().await?;
-        // A message is not handed back on its last delivery: the server would never deliver it again.
-        let last = self.max_deliver().unwrap_or(u64::MAX);
-        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
-        self.upkeep_due = Instant::now() + UPKEEP_EVERY;
-        self.start_job();
-        while matches!(self.writer, Writer::Busy(_)) {
-            self.finish_running().await?;
-            self.start_job();
-        }
-        let rest = self.held.hand_back();
-        let handed_back = rest.len();
-        self.acknowledge(rest, Receipt::Last).await;
-        if let Some(mut inbox) = self.writer.take() {
-            if let Some(mark) = self.audit.mark_to_store().filter(|_| self.outages.retry_at().is_none())
-                && let Err(error) = inbox.store().set_audit_mark(&mark).await
-            {
-                // The next audit begins a little earlier.
-                tracing::debug!(error = %chain(&error), "cannot record where the audit stands");
-                inbox.store().give_up(&error).await;
-            }
-            inbox.close().await.map_err(WorkerError::Close)?;
-        }
-        let outcomes = self.telemetry.health.status().committed_messages;
-        let how = if self.cut.is_cancelled() { "cut off" } else { "drained" };
-        tracing::info!(outcomes, handed_back, "{how}");
-        Ok(())
-    }
-
-    /// Waits for the running job and keeps all held deliveries alive meanwhile.
-    async fn finish_running(&mut self) -> Result<(), WorkerError> {
-        loop {
-            tokio::select! {
-                done = self.writer.done() => match done {
-                    Some(done) => return self.finish_job(done?).await,
-                    None => return Ok(()),
-                },
-                _ = self.tick.tick() => self.keep_alive().await,
-            }
-        }
-    }
-}
-
-/// What follows from looks at stream and consumer.
-impl Worker {
-    fn bound(&mut self, limits: Limits, stream_created_ns: i64, former: Option<Vec<Arrival>>, view: ConsumerView) {
-        let mut current = Vec::new();
-        if let Some(former) = former {
-            // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
-            // alone and would hit a message of the new stream: nothing is sent.
-            self.held.clear();
-            self.parked.clear();
-            self.audit.distrust();
-            self.view = None;
-            for Arrival { raw, reply } in former {
-                if raw.position.published_ns < stream_created_ns {
-                    self.count(raw.position);
-                    self.waiting.push(Delivery::new(raw, &self.scheme));
-                } else {
-                    current.push(Arrival { raw, reply });
-                }
-            }
-        }
-        self.stream_ns = stream_created_ns;
-        self.filtered = self.consumer.reader().is_some_and(|reader| reader.is_filtered());
-        self.receive(current);
-        self.bound.bound(&self.config.consumer, &view);
-        self.seen(view, Some(limits));
-    }
-
-    /// A fresh look at stream and consumer; with limits if they are new.
-    fn seen(&mut self, view: ConsumerView, limits: Option<Limits>) {
-        if let Some(limits) = limits {
-            self.adopt(limits);
-            // Also the filter may be another one.
-            self.audit.rebound();
-        }
-        let last_seq = view.stream_last_seq;
-        if self.view.as_ref().is_some_and(|before| before.stream_last_seq > last_seq) {
-            // The stream lost its tail. What we hold of the tail is still applied.
-            self.held.cut_after(last_seq);
-            self.parked.cut_after(last_seq);
-            self.audit.distrust();
-        }
-        self.bound.seen(&self.config.consumer, &view);
-        self.parked.seen(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
-        if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
-            tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
-        }
-        self.audit(&view);
-        self.view = Some(view);
-    }
-
-    fn adopt(&mut self, limits: Limits) {
-        // The last delivery of a message that nobody answers, or the longest retry that another process may have asked for.
-        let longest = (limits.ack_wait * 2).max(self.config.retry.max_delay.mul_f64(1.25));
-        self.telemetry.health.set_redelivery(longest);
-        self.tick = ticks(limits.ack_wait);
-        self.limits = Some(limits);
-    }
-
-    /// Takes in messages that the server no longer delivers: they become dead letters unless they were processed.
-    fn receive_given_up(&mut self, arrivals: Vec<Arrival>) {
-        let max_deliver = self.max_deliver();
-        for Arrival { raw, reply } in arrivals {
-            let position = raw.position;
-            // A message that we hold is at work on its last delivery: it will have an outcome.
-            if self.held.contains(position.stream_seq) {
-                continue;
-            }
-            self.count(position);
-            self.held.take(position, reply, position.stream_seq, Instant::now());
-            let mut delivery = Delivery::new(raw, &self.scheme);
-            delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
-            self.waiting.push(delivery);
-        }
-        self.telemetry.health.set_held(self.held.len());
-    }
-
-    /// Begins a pass of the audit if one is due, or moves its mark along.
-    fn audit(&mut self, view: &ConsumerView) {
-        let Some(reader) = self.consumer.reader().filter(|_| self.bound.is_accepted()) else { return };
-        self.filtered = reader.is_filtered();
-        self.audit.accounted(&self.telemetry.reported_removed(self.stream_ns.into()));
-        self.audit.begin(|decided, newest, check| Pass {
-            reader,
-            database: self.config.database.clone(),
-            scheme: self.scheme.clone(),
-            retention: self.config.inbox.retention,
-            on_conflict: self.config.inbox.on_conflict,
-            view: view.clone(),
-            decided,
-            newest,
-            check,
-        });
-        self.audit.advance(view, &self.telemetry);
-    }
-
-    fn audited(&mut self, ended: audit::Ended) {
-        if self.audit.ended(ended, self.stream_ns, &self.telemetry) {
-            self.upkeep_due = Instant::now();
-        }
-    }
-
-    fn is_idle(&self) -> bool {
-        let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
-        let at_rest = self.held.is_empty()
-            && self.bound.is_accepted()
-            && matches!(self.writer, Writer::Free(_))
-            && self.audit.is_at_rest();
-        at_rest && self.view.as_ref().is_some_and(nothing_pending)
-    }
-
-    /// The last delivery that the consumer allows, if there is a last one.
-    fn max_deliver(&self) -> Option<u64> {
-        self.limits.as_ref().and_then(|limits| limits.max_deliver)
-    }
-
-    fn count(&self, position: Position) {
-        let metrics = &self.telemetry.metrics;
-        metrics.deliveries.increment(1);
-        if position.delivered > 1 {
-            metrics.redeliveries.increment(SeenBy::Server, 1);
-        }
-    }
-}
-
-impl Writer {
-    fn take(&mut self) -> Option<Box<Inbox>> {
-        match mem::replace(self, Self::Closed) {
-            Self::Free(inbox) => Some(inbox),
-            other @ (Self::Busy(_) | Self::Closed) => {
-                *self = other;
-                None
-            }
-        }
-    }
-
-    /// Waits for the running job; `None` if there is none.
-    async fn done(&mut self) -> Option<Result<Done, WorkerError>> {
-        let Self::Busy(job) = self else { return None };
-        let done = job.await.map_err(WorkerError::Panicked);
-        *self = Self::Closed;
-        Some(done)
-    }
-}
-
-/// Deletes ids that may go, counts the rows, and records where the audit stands.
-async fn upkeep(store: &mut Store, prunable: Prunable, mark: Option<AuditMark>) -> Result<Upkept, store::Error> {
-    let upkept = async {
-        let (pruned, counts) = store.upkeep(prunable, PRUNE_STEP).await?;
-        if let Some(mark) = &mark {
-            store.set_audit_mark(mark).await?;
-        }
-        Ok((pruned, counts))
-    };
-    match upkept.await {
-        Ok((pruned, counts)) => Ok(Upkept { pruned, counts, mark }),
-        Err(error) => {
-            store.give_up(&error).await;
-            Err(error)
-        }
-    }
 }
 
 /// For the loop's clocks.
@@ -642,32 +381,4 @@ fn ticks(ack_wait: Duration) -> Interval {
     let mut tick = interval(TICK_MAX.min(ack_wait / 8));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     tick
-}
-
-fn given_up_text(max_deliver: Option<u64>) -> String {
-    let deliveries = max_deliver.map_or_else(|| "the".to_owned(), |max| format!("the {max}"));
-    format!(
-        "the server has given it up: {deliveries} deliveries that the consumer allows were made and none was acknowledged"
-    )
-}
-
-/// One line for each message that did not simply succeed. Never its payload.
-fn report(delivery: &Delivery, outcome: &Outcome) {
-    let (id, position) = (&delivery.id, delivery.raw.position);
-    let (stream_seq, delivered) = (position.stream_seq, position.delivered);
-    let subject = &delivery.raw.subject;
-    match outcome {
-        Outcome::Applied | Outcome::Duplicate | Outcome::Dropped => {
-            tracing::debug!(message_id = %id, %subject, stream_seq, delivered, outcome = outcome.kind().name(), "the outcome is durable");
-        }
-        Outcome::Ignored(why) => {
-            tracing::debug!(%subject, stream_seq, delivered, outcome = "ignored", "the message is {}", why.name());
-        }
-        Outcome::Retry { delay, error } => {
-            tracing::warn!(message_id = %id, %subject, stream_seq, delivered, ?delay, %error, outcome = "retry", "the handler failed on {id}, it will be delivered again");
-        }
-        Outcome::DeadLettered { reason, error } => {
-            tracing::warn!(message_id = %id, %subject, stream_seq, delivered, reason = reason.name(), %error, outcome = "dead-lettered", "{id} is a dead letter");
-        }
-    }
 }

@@ -185,7 +185,7 @@ async fn a_pause_lasts_while_its_folder_is_away() {
 
     let elsewhere = folder.path().join("elsewhere");
     std::fs::rename(&place, &elsewhere).unwrap();
-    worker.logged(&["WARN", "cannot look whether the pause is over", "does not exist"]).await;
+    worker.logged(&["WARN", "cannot read the pause marker", "does not exist"]).await;
     let (_, problems) = worker.get("/readyz").await;
     assert!(problems.starts_with("paused: ") && problems.lines().count() == 1, "{problems}");
 

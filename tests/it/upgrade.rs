@@ -25,7 +25,12 @@ async fn with_former_ids(connection: &mut SqliteConnection, created_ns: i64) {
 }
 
 async fn downgrade(connection: &mut SqliteConnection) {
-    for sql in ["DROP TABLE pruned", "DROP TABLE binding", "DELETE FROM _sqlx_migrations WHERE version > 3"] {
+    for sql in [
+        "DROP TABLE pruned",
+        "DROP TABLE binding",
+        "DROP TABLE audit_mark",
+        "DELETE FROM _sqlx_migrations WHERE version > 3",
+    ] {
         sqlx::query(sql).execute(&mut *connection).await.unwrap();
     }
 }

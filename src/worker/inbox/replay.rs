@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{caught, guarded, now_ns};
+use super::now_ns;
+use super::single::{caught, guarded};
 use crate::handler::{Answer, Failure, Handler, Order};
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Closing};
