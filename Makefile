@@ -14,8 +14,8 @@ demo: ## play the whole story on a real server, with the real binary; PROFILE=re
 run: ## start a server, set it up and run the daemon in the foreground; Ctrl-C stops
 	@tests/tools/run.sh
 
-# Tests mostly wait for servers and timers: four for each core keep the cores busy. Each has a server and a daemon of its own.
-test: export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 8 ? 4 * n : 32)))
+# Tests mostly wait for servers and timers: three for each core keep the cores busy. Each has a server and a daemon of its own.
+test: export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 8 ? 3 * n : 24)))
 test: ## run all tests; ARGS="story" picks some
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" cargo test --locked $(ARGS)
 

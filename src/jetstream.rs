@@ -12,7 +12,7 @@ mod events;
 mod gaps;
 pub mod gate;
 mod limits;
-mod link;
+pub mod link;
 pub mod look;
 mod notices;
 pub mod other_pulls;

@@ -59,6 +59,6 @@ impl Link {
     }
 }
 
-pub(super) fn is_connected(client: &Client) -> bool {
+pub fn is_connected(client: &Client) -> bool {
     client.connection_state() == ConnectionState::Connected
 }

@@ -3,30 +3,28 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{ArgAction, ArgGroup, Args, Subcommand};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::handler::Handler;
 use crate::model::id::Digest;
-use crate::model::label::Label;
 use crate::model::letter::{Closed, Closing, Envelope, Pile, Which};
-use crate::model::outcome::Reason;
-use crate::model::subject::SubjectPattern;
 use crate::model::text::{json, shortened};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::ops::new_file::NewFile;
 use crate::ops::signals;
-use crate::ops::{Format, confirmed, json_flag, operator};
+use crate::ops::{Format, confirmed, operator};
 use crate::store::{self, Direction, ErrorClass, OpenError, Reader, Rows, Store};
 use crate::worker::inbox::replay::{self, Replay, Replayed};
 
+mod args;
 mod text;
+
+pub use args::DeadLettersCommand;
+use args::{DiscardArgs, ExportArgs, ListArgs, ReplayArgs, Selection, ShowArgs};
 
 /// Letters read at once.
 const PAGE: u32 = 500;
@@ -36,109 +34,6 @@ const TABLE_LIMIT: u32 = 100;
 const DISCARD_STEP: usize = 100;
 /// How long a command tries to write beside a busy daemon.
 const BUSY_PATIENCE: Duration = Duration::from_secs(30);
-
-#[derive(Debug, Subcommand)]
-pub enum DeadLettersCommand {
-    /// List dead letters, newest first
-    List(ListArgs),
-    /// Show dead letters with headers, reason, error and payload; what is too long is cut off
-    Show(ShowArgs),
-    /// Apply dead letters again, each in one transaction that also removes the dead letter
-    Replay(ReplayArgs),
-    /// Discard dead letters for ever (asks first); they stay on record
-    Discard(DiscardArgs),
-    /// Write complete dead letters as lines of JSON
-    Export(ExportArgs),
-}
-
-/// Filters that every command has.
-#[derive(Debug, Args)]
-struct Filters {
-    /// Only dead letters with this reason
-    #[arg(long, value_parser = reasons())]
-    reason: Option<Reason>,
-    /// Only dead letters of this subject; * is one token, > at the end is the rest
-    #[arg(long, value_name = "SUBJECT", value_parser = SubjectPattern::from_str)]
-    subject: Option<SubjectPattern>,
-    /// Only since TIME (UTC): 2026-11-29, 2026-11-29T21:00:00Z, or how long ago, such as 2h
-    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
-    since: Option<SystemTime>,
-    /// Only before TIME
-    #[arg(long, value_name = "TIME", allow_hyphen_values = true, value_parser = time)]
-    until: Option<SystemTime>,
-}
-
-#[derive(Debug, Args)]
-pub struct ListArgs {
-    #[command(flatten)]
-    filters: Filters,
-    /// Show at most this many [default: 100 in a table, all with --json]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
-    limit: Option<u32>,
-    /// List replayed and discarded dead letters instead
-    #[arg(long)]
-    closed: bool,
-    /// Print one JSON object a line
-    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
-    format: Format,
-}
-
-#[derive(Debug, Args)]
-pub struct ShowArgs {
-    /// Message ids; all dead letters of an id are shown, closed ones too
-    #[arg(required = true, value_name = "ID")]
-    ids: Vec<String>,
-    /// Print one complete JSON object a line, payload in base64
-    #[arg(long = "json", action = ArgAction::SetTrue, value_parser = json_flag())]
-    format: Format,
-}
-
-/// Letters to act on. Nothing is acted on by default.
-#[derive(Debug, Args)]
-#[command(group(ArgGroup::new("which").required(true).multiple(true).args(["ids", "reason", "subject", "since", "until", "all"])))]
-struct Selection {
-    /// Message ids; an id selects all dead letters that have it
-    #[arg(value_name = "ID")]
-    ids: Vec<String>,
-    #[command(flatten)]
-    filters: Filters,
-    /// All dead letters
-    #[arg(long, conflicts_with = "ids")]
-    all: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ReplayArgs {
-    #[command(flatten)]
-    selection: Selection,
-    /// Apply a dead letter whose id belongs to another order under a new id
-    #[arg(long)]
-    as_new: bool,
-    /// Run the handler, undo everything and print the result that a replay would have
-    #[arg(long)]
-    dry_run: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct DiscardArgs {
-    #[command(flatten)]
-    selection: Selection,
-    /// Do not ask
-    #[arg(long)]
-    yes: bool,
-}
-
-#[derive(Debug, Args)]
-pub struct ExportArgs {
-    /// Write to this file, which must not exist; - is standard output [default: -]
-    #[arg(value_name = "FILE")]
-    file: Option<PathBuf>,
-    #[command(flatten)]
-    filters: Filters,
-    /// Write replayed and discarded dead letters instead
-    #[arg(long)]
-    closed: bool,
-}
 
 #[derive(Debug, thiserror::Error)]
 pub enum DeadLettersError {
@@ -405,18 +300,6 @@ impl Letters {
     }
 }
 
-impl Filters {
-    fn which(&self, ids: Vec<String>) -> Which {
-        Which {
-            ids,
-            reason: self.reason,
-            subject: self.subject.clone(),
-            since_ns: self.since.map(unix_ns),
-            until_ns: self.until.map(unix_ns),
-        }
-    }
-}
-
 impl Selection {
     /// The letters that are there now, oldest first. Every id that is named must be one of a letter, and the filters must leave
     /// one of them.
@@ -462,39 +345,5 @@ fn noun(pile: Pile) -> &'static str {
     match pile {
         Pile::Open => "dead letters",
         Pile::Closed => "closed letters",
-    }
-}
-
-fn reasons() -> impl TypedValueParser<Value = Reason> {
-    PossibleValuesParser::new(Reason::ALL.iter().map(|reason| reason.name())).map(|name| {
-        let reason = Reason::ALL.iter().find(|reason| reason.name() == name);
-        *reason.expect("only names of reasons are possible values")
-    })
-}
-
-/// `2h`, which is two hours ago, a moment as RFC 3339 has it, or a date, which is its midnight in UTC.
-fn time(text: &str) -> Result<SystemTime, String> {
-    let ago = humantime::parse_duration(text).ok().and_then(|ago| SystemTime::now().checked_sub(ago));
-    ago.or_else(|| humantime::parse_rfc3339_weak(text).ok())
-        .or_else(|| humantime::parse_rfc3339(&format!("{text}T00:00:00Z")).ok())
-        .ok_or_else(|| "give 90m or 2d for so long ago, a date such as 2026-11-29, or 2026-11-29T21:00:00Z".to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_durations_ago_or_moments() {
-        let ago = SystemTime::now().duration_since(time("2h").unwrap()).unwrap();
-        assert!(ago > Duration::from_secs(7100) && ago < Duration::from_secs(7300), "{ago:?}");
-        let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
-        assert_eq!(time("2023-11-14T22:13:20Z").unwrap(), moment);
-        assert_eq!(time("2023-11-14 22:13:20").unwrap(), moment);
-        let midnight = SystemTime::UNIX_EPOCH + Duration::from_secs(1_699_920_000);
-        assert_eq!(time("2023-11-14").unwrap(), midnight);
-        for bad in ["", "soon", "2", "2023", "2h ago", "2023-11", "2023-13-01", "-2h"] {
-            assert!(time(bad).is_err(), "{bad}");
-        }
     }
 }

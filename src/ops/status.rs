@@ -4,7 +4,6 @@ use std::io::{self, IsTerminal, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use async_nats::connection::State as ConnectionState;
 use clap::{ArgAction, Args};
 use serde::Serialize;
 
@@ -12,6 +11,7 @@ use super::healthcheck::{self, HealthcheckError};
 use crate::config::{Config, Database};
 use crate::jetstream::connection::{self, CommandClient};
 use crate::jetstream::gate::{self, Expectations, Severity};
+use crate::jetstream::link::is_connected;
 use crate::jetstream::look::{Snapshot, look_for_command};
 use crate::jetstream::other_pulls;
 use crate::model::text::{chain, json, printable};
@@ -163,7 +163,7 @@ impl Observer<'_> {
                 self.visit.insert(visit)
             }
         };
-        if visit.client.connection_state() != ConnectionState::Connected {
+        if !is_connected(&visit.client) {
             return Err(format!("the server at {} does not answer", config.nats.redacted_url()));
         }
         look_for_command(visit, &config.consumer).await.map_err(|error| chain(&error))
@@ -201,14 +201,11 @@ impl Status {
     fn new(config: &Config, found: Option<Snapshot>, counts: Option<Counts>, problems: Vec<String>) -> Self {
         let consumer = found.as_ref().map(|found| &found.consumer);
         let stream = found.as_ref().map(|found| &found.stream.state);
-        let sequences = |info: &async_nats::jetstream::consumer::SequenceInfo| Sequences {
-            stream_seq: info.stream_sequence,
-            consumer_seq: info.consumer_sequence,
-        };
+        let sequences = |stream_seq, consumer_seq| Sequences { stream_seq, consumer_seq };
         Self {
             consumer: config.consumer.name.clone(),
-            ack_floor: consumer.map(|info| sequences(&info.ack_floor)),
-            delivered: consumer.map(|info| sequences(&info.delivered)),
+            ack_floor: consumer.map(|info| sequences(info.ack_floor.stream_sequence, info.ack_floor.consumer_sequence)),
+            delivered: consumer.map(|info| sequences(info.delivered.stream_sequence, info.delivered.consumer_sequence)),
             num_pending: consumer.map(|info| info.num_pending),
             num_ack_pending: consumer.map(|info| info.num_ack_pending),
             num_redelivered: consumer.map(|info| info.num_redelivered),

@@ -122,6 +122,8 @@ async fn acknowledgements_lost_on_the_way_make_duplicates_and_no_second_effect()
     let mut worker = spec.start();
     worker.ready().await;
 
+    // The daemon pulls only after its database has accepted the bind.
+    eventually("a pull is open", PATIENCE, async || at_least(broker.consumer_info().await.num_waiting, 1)).await;
     // Deliveries arrive and are committed; their acknowledgements are stuck, and then gone with the connection.
     proxy.stall_to_server();
     broker.publish_numbered(1..=50).await;

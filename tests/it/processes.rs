@@ -75,9 +75,11 @@ fn leave_file_descriptors(worker: &Daemon, more: usize) {
 async fn out_of_file_descriptors_it_answers_probes_and_recovers() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;
     let proxy = FaultProxy::start(server.address()).await;
-    let spec = DaemonSpec::new(proxy.url());
+    let spec = DaemonSpec::new(proxy.url()).set("log.level", "debug");
     let mut worker = spec.start();
     worker.ready().await;
+    // SQLite keeps a file descriptor of the audit's connection for the next one.
+    worker.logged(&["the audit ended"]).await;
     leave_file_descriptors(&worker, 2);
     let address = worker.http_address();
     // So many that to wait until each has been timed out, two at a time, would take minutes.

@@ -1,8 +1,7 @@
 //! The rules of the house that no compiler holds: arrows between rooms, who may name the client and the dialect, lengths, words,
 //! and that each test, metric, setting and command that a text names exists. `docs` holds the links and console blocks.
 //!
-//! A failure names the place and what to write instead. What does not hold yet is listed with its reason, and an entry that is no
-//! longer needed is a failure too, so that each list can only become shorter.
+//! A failure names the place and what to write instead.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -46,12 +45,6 @@ const WORDS: [(&str, &str, &str); 7] = [
 
 /// Misspelt on purpose, in examples of what the program says about it.
 const MISSPELT: [&str; 2] = ["nats.ulr", "nats.password"];
-
-/// What does not hold yet: the rule, where, and why. `TIDY_ALL=1` shows it as well.
-const NOT_YET: &[(&str, &str, &str)] = &[
-    ("names", "src/ops/status.rs", "the command asks the client itself"),
-    ("lengths", "src/ops", "audit.rs, dead_letters.rs and the dispatch of cli.rs are being split"),
-];
 
 /// One file of the repository.
 struct Source {
@@ -141,19 +134,11 @@ fn texts() -> Vec<Source> {
     sources(&folders, &[".md", ".rs", ".yml", ".yaml", ".toml", ".service"])
 }
 
-/// Fails with all complaints, but for those that are listed as not yet, and with entries of that list that are not needed.
+/// Fails with all complaints.
 fn settle(rule: &str, complaints: &[Complaint]) {
     let mut said = String::new();
-    let all = std::env::var_os("TIDY_ALL").is_some();
-    let of_rule = || NOT_YET.iter().filter(|(of, ..)| *of == rule);
-    let listed = |complaint: &Complaint| !all && of_rule().any(|(_, place, _)| complaint.name.starts_with(place));
-    for complaint in complaints.iter().filter(|complaint| !listed(complaint)) {
-        writeln!(said, "{}:{}: {}", complaint.name, complaint.line, complaint.what).unwrap();
-    }
-    for (_, place, _) in of_rule() {
-        if !complaints.iter().any(|complaint| complaint.name.starts_with(place)) {
-            writeln!(said, "{place} holds `{rule}` by now; take it off NOT_YET in tests/it/tidy.rs").unwrap();
-        }
+    for Complaint { name, line, what } in complaints {
+        writeln!(said, "{name}:{line}: {what}").unwrap();
     }
     assert!(said.is_empty(), "{rule}:\n{said}");
 }
