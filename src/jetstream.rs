@@ -16,6 +16,7 @@ pub mod link;
 pub mod look;
 mod notices;
 pub mod other_pulls;
+pub mod outbox;
 pub mod permissions;
 mod pull;
 mod pull_health;

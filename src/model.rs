@@ -4,6 +4,7 @@ pub mod delivery;
 pub mod id;
 pub mod label;
 pub mod letter;
+pub mod outbox;
 pub mod outcome;
 pub mod ranges;
 pub mod subject;

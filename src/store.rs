@@ -13,14 +13,15 @@ pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
 pub use types::{
-    Anchor, Attempts, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, Presence,
-    ProcessedRow, Prunable, Rows, Sizes,
+    Anchor, Attempts, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, OutboxStep,
+    OutboxTaken, Presence, ProcessedRow, Prunable, Rows, Sizes,
 };
 
 use crate::config::Database;
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Envelope, Letter, Pile, Which};
+use crate::model::outbox::OutboxRow;
 use crate::model::outcome::Outcome;
 use crate::model::ranges::Range;
 
@@ -146,7 +147,21 @@ impl Store {
         }
     }
 
-    /// How many ids and dead letters there are. Cheap at any size.
+    /// Deletes rows of the outbox that are published, records where the others can be, and returns the oldest rows.
+    pub async fn take_outbox(&mut self, step: &OutboxStep) -> Result<OutboxTaken, Error> {
+        match self {
+            Self::Sqlite(store) => store.take_outbox(step).await,
+        }
+    }
+
+    /// The last row of the outbox that was committed, as far as this store knows.
+    pub fn last_outbox_row(&self) -> i64 {
+        match self {
+            Self::Sqlite(store) => store.last_outbox_row(),
+        }
+    }
+
+    /// How many ids, dead letters and rows of the outbox there are. Cheap at any size of the first two.
     pub async fn counts(&mut self) -> Result<Counts, Error> {
         match self {
             Self::Sqlite(store) => store.counts().await,
@@ -261,6 +276,20 @@ impl Tx<'_> {
     pub async fn commit(self) -> Result<(), Error> {
         match self {
             Self::Sqlite(tx) => tx.commit().await,
+        }
+    }
+
+    /// The rows of the outbox that this transaction has written since the last call.
+    pub async fn outbox_written(&mut self) -> Result<Vec<OutboxRow>, Error> {
+        match self {
+            Self::Sqlite(tx) => tx.outbox_written().await,
+        }
+    }
+
+    /// Records that the messages of `rows` may have been published since `from_ns`, before the rows existed.
+    pub async fn seek_outbox_rows(&mut self, rows: &[OutboxRow], from_ns: i64) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.seek_outbox_rows(rows, from_ns).await,
         }
     }
 

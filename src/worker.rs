@@ -14,6 +14,7 @@ mod bound;
 mod held;
 mod outage;
 mod parked;
+mod relay;
 mod report;
 mod waiting;
 mod writer;

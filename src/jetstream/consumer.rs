@@ -27,6 +27,7 @@ pub use super::limits::Limits;
 use super::link::{Link, is_connected};
 use super::look::{Snapshot, look};
 use super::notices::Notices;
+use super::outbox::Publisher;
 use super::pull_health::PullHealth;
 use super::session::{Session, Step, Surroundings};
 use super::stored::StreamReader;
@@ -171,6 +172,11 @@ impl Consumer {
             Phase::Bound(session) => Some(session.reader.clone()),
             Phase::Down(_) | Phase::Binding(_) => None,
         }
+    }
+
+    /// Publishes on the connection of the consumer, while it is connected.
+    pub fn publisher(&self) -> Option<Publisher> {
+        self.client.as_ref().filter(|client| is_connected(client)).cloned().map(Publisher::new)
     }
 
     /// Stops pulling for good and returns the deliveries that have arrived.

@@ -176,7 +176,9 @@ async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox,
     });
     let mut store = opened?;
     store.sign_as_repair();
-    Ok(Inbox::new(store, handler, RetryPolicy::from(&config.retry), config.inbox.on_conflict))
+    let mut inbox = Inbox::new(store, handler, RetryPolicy::from(&config.retry), config.inbox.on_conflict);
+    inbox.publishing.is_repair = true;
+    Ok(inbox)
 }
 
 struct Audit {

@@ -21,6 +21,7 @@ use super::{Counts, Error, ErrorClass, OpenError, Prunable, Sizes};
 
 pub use self::open::check;
 pub use self::reader::Reader;
+use self::tx::Savepoint;
 pub use self::tx::Tx;
 
 mod audit;
@@ -30,6 +31,7 @@ mod ids;
 mod letters;
 pub mod lock;
 mod open;
+mod outbox;
 pub mod pause;
 mod prune;
 mod reader;
@@ -64,6 +66,8 @@ pub struct Store {
     /// Whether `attempts` may have rows. Only the process with the lock writes the table, so the usual path need not ask.
     any_attempts: bool,
     ids: Ids,
+    /// The last row of the outbox that is known.
+    outbox_row: i64,
     /// The size of the WAL is not checked before this.
     wal_due: Instant,
     /// `None` if another process may be the daemon.
@@ -138,6 +142,7 @@ impl Store {
             faulted: false,
             any_attempts: true,
             ids: Ids::default(),
+            outbox_row: 0,
             wal_due: Instant::now(),
             lock,
         })
@@ -169,8 +174,19 @@ impl Store {
         self.limit_wal(&mut connection).await;
         let connection = self.connection.insert(connection);
         self.clean = false;
-        let Self { clean, faulted, any_attempts, ids, .. } = self;
-        let mut tx = Tx { connection, clean, faulted, any_attempts, ids, sound: true, savepoint: 0 };
+        let Self { clean, faulted, any_attempts, ids, outbox_row: outbox_committed, .. } = self;
+        let outbox_row = *outbox_committed;
+        let mut tx = Tx {
+            connection,
+            clean,
+            faulted,
+            any_attempts,
+            ids,
+            outbox_committed,
+            outbox_row,
+            sound: true,
+            savepoint: Savepoint::default(),
+        };
         tx.begin().await?;
         Ok(tx)
     }

@@ -1,6 +1,7 @@
 //! The values that the store takes and returns.
 
 use crate::model::id::Digest;
+use crate::model::outbox::{OutboxMessage, OutboxRow, OutboxTarget};
 
 /// Whether [`Store::open`](super::Store::open) would find a database or create one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,11 +108,35 @@ pub struct ProcessedRow {
     pub processed_at_ns: i64,
 }
 
+/// What the relay of the outbox records, and what it wants next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxStep {
+    /// Rows to delete: the server has stored their messages.
+    pub done: Vec<i64>,
+    pub targets: Vec<OutboxTarget>,
+    pub max_messages: u32,
+    pub max_bytes: usize,
+    /// All rows are wanted as well, without their payloads.
+    pub wants_all: bool,
+}
+
+/// What the relay gets for an [`OutboxStep`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OutboxTaken {
+    /// The oldest rows, in row order.
+    pub messages: Vec<OutboxMessage>,
+    pub rows: Vec<OutboxRow>,
+    pub targets: Vec<OutboxTarget>,
+}
+
 /// Row counts for operators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Counts {
     pub processed_ids: u64,
     pub dead_letters: u64,
+    pub outbox_rows: u64,
+    /// When the oldest of them was written, in nanoseconds since 1970 UTC.
+    pub outbox_oldest_ns: Option<i64>,
 }
 
 /// Sizes of the database on disk, in bytes.

@@ -327,14 +327,15 @@ impl Facts {
             Component::Shutdown => self.draining.then(|| "draining".to_owned()),
             Component::Paused => self.pause.as_ref().map(|pause| printable(&pause.to_string()).into_owned()),
             Component::Progress => self.no_progress(now).or_else(|| self.reported[component.index()].clone()),
-            // A paused daemon does not know the state of the database.
-            Component::Database if self.pause.is_some() => None,
+            // A paused daemon does not know the state of the database and of what is in it.
+            Component::Database | Component::Outbox if self.pause.is_some() => None,
             Component::Nats
             | Component::Consumer
             | Component::Pulls
             | Component::Acks
             | Component::Database
-            | Component::Handler => self.reported[component.index()].clone(),
+            | Component::Handler
+            | Component::Outbox => self.reported[component.index()].clone(),
         };
         let problem = |component: &Component| cause(*component).map(|cause| Problem::new(*component, cause));
         Component::ALL.iter().filter_map(problem).collect()

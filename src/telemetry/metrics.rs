@@ -71,6 +71,12 @@ declare_metrics! {
         "Errors of the database, by class.";
     ids_pruned: Counter = "order_processor_ids_pruned_total",
         "Processed ids removed because their message can no longer be delivered again.";
+    outbox_published: Counter = "order_processor_outbox_published_total",
+        "Messages of the outbox that their stream has stored, or had before.";
+    outbox_duplicates: Counter = "order_processor_outbox_duplicates_total",
+        "New messages of the outbox that were not stored, because the stream had a message with the same id.";
+    outbox_to_own_consumer: Counter = "order_processor_outbox_to_own_consumer_total",
+        "Messages of the outbox to the consumer of this daemon: they come back as orders.";
     log_lines_dropped: Counter = "order_processor_log_lines_dropped_total",
         "Lines of the log that were dropped because stderr was full or failed.";
 
@@ -116,6 +122,10 @@ declare_metrics! {
         "Dead letters in the database.";
     processed_ids: Gauge = "order_processor_processed_ids",
         "Processed ids in the database.";
+    outbox_rows: Gauge = "order_processor_outbox_rows",
+        "Messages in the outbox that are not published yet.";
+    outbox_oldest_seconds: Gauge = "order_processor_outbox_oldest_seconds",
+        "Age of the oldest message in the outbox; 0 when there is none.";
     database_bytes: Gauge = "order_processor_database_bytes",
         "Size of the database file.";
     wal_bytes: Gauge = "order_processor_wal_bytes",
@@ -317,6 +327,9 @@ mod tests {
         "stream_rewinds_total",
         "db_errors_total",
         "ids_pruned_total",
+        "outbox_published_total",
+        "outbox_duplicates_total",
+        "outbox_to_own_consumer_total",
         "log_lines_dropped_total",
     ];
 
@@ -342,6 +355,8 @@ mod tests {
         "oldest_pending_seconds",
         "dead_letters",
         "processed_ids",
+        "outbox_rows",
+        "outbox_oldest_seconds",
         "database_bytes",
         "wal_bytes",
         "nats_connected",

@@ -28,6 +28,8 @@ label! {
         Database = "database",
         /// Whether the handler can work on any message.
         Handler = "handler",
+        /// Whether the rows of the outbox can be published.
+        Outbox = "outbox",
         /// Work without commits. Decided by [`Health`](super::health::Health), unless something is reported.
         Progress = "progress",
     }

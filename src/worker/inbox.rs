@@ -6,7 +6,7 @@
 //! the same batch is tried again later.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use tokio_util::sync::CancellationToken;
 
@@ -19,9 +19,12 @@ use crate::model::time::unix_ns;
 use crate::store::{Claim, Error, Store, Tx};
 use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::RetryPolicy;
+use budget::Budget;
+pub use single::Publishing;
 use single::{Judge, Run, Single, dead, defective, failed, guarded, judged, single};
 use sort::{Blamed, Kind, Sorted, sort};
 
+mod budget;
 pub mod replay;
 pub mod single;
 mod sort;
@@ -30,10 +33,6 @@ mod sort;
 pub const SUSPECT_FROM: u64 = 3;
 /// The handler may blame this many orders of one batch. After that, the batch runs message by message.
 const BLAMED_MAX: usize = 8;
-/// After this time, a pass over single messages or over calls commits what it has and leaves the rest to the next pass. So finished
-/// messages are acknowledged, and a stop does not wait.
-const SINGLES_BUDGET: Duration = Duration::from_secs(1);
-
 /// Outcomes in the order of the batch; `None` for a message that this pass did not come to.
 pub type Outcomes = Vec<Option<Outcome>>;
 
@@ -48,6 +47,7 @@ pub struct Inbox {
     pub away: Option<String>,
     /// The last delivery that the consumer allows, if there is a last one.
     pub max_deliver: Option<u64>,
+    pub publishing: Publishing,
     /// The id of a message whose start is recorded and whose run had no outcome, because the database failed or the handler was
     /// away. The process lives, so this start must not count as a crash.
     begun: Option<Arc<str>>,
@@ -55,8 +55,8 @@ pub struct Inbox {
 
 impl Inbox {
     pub fn new(store: Store, handler: Arc<dyn Handler>, retry: RetryPolicy, on_conflict: OnConflict) -> Self {
-        let calls = Calls::default();
-        Self { store, handler, retry, on_conflict, calls, away: None, max_deliver: None, begun: None }
+        let (calls, publishing) = (Calls::default(), Publishing::default());
+        Self { store, handler, retry, on_conflict, calls, away: None, max_deliver: None, publishing, begun: None }
     }
 
     /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
@@ -209,7 +209,7 @@ impl Inbox {
         }
         if !new.is_empty() {
             let orders: Vec<Order<'_>> = new.iter().map(|&index| self.calls.order(batch[index])).collect();
-            let applied = guarded(self.handler.as_ref(), &mut tx, &orders).await;
+            let applied = guarded(self.handler.as_ref(), &mut tx, &orders, self.publishing).await;
             applied.map_err(|failure| Blamed::new(failure, &new))?;
         }
         tx.record(&mut batch.iter().copied().zip(&mut outcomes).collect::<Vec<_>>(), now_ns).await?;
@@ -288,7 +288,12 @@ impl Inbox {
     }
 
     fn judge(&self) -> Judge {
-        Judge { retry: self.retry, on_conflict: self.on_conflict, max_deliver: self.max_deliver }
+        Judge {
+            retry: self.retry,
+            on_conflict: self.on_conflict,
+            max_deliver: self.max_deliver,
+            publishing: self.publishing,
+        }
     }
 
     /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
@@ -373,22 +378,6 @@ async fn end_start(tx: &mut Tx<'_>, id: &str, now_ns: i64) -> Result<(), Error> 
 /// Whether a message was delivered so often that it runs alone. A message that the handler never sees cannot kill the process.
 pub fn is_suspect(delivery: &Delivery) -> bool {
     delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none() && delivery.ignored.is_none()
-}
-
-/// How long a pass continues: at least for one message.
-struct Budget<'a> {
-    hurry: &'a CancellationToken,
-    began: Instant,
-}
-
-impl<'a> Budget<'a> {
-    fn new(hurry: &'a CancellationToken) -> Self {
-        Self { hurry, began: Instant::now() }
-    }
-
-    fn is_spent(&self) -> bool {
-        self.hurry.is_cancelled() || self.began.elapsed() >= SINGLES_BUDGET
-    }
 }
 
 fn now_ns() -> i64 {

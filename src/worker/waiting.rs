@@ -25,6 +25,10 @@ impl Waiting {
         }
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.deliveries.is_empty()
+    }
+
     pub fn messages(&self) -> usize {
         self.deliveries.len()
     }

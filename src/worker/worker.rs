@@ -19,6 +19,7 @@ use super::bound::Bound;
 use super::held::Held;
 use super::outage::Outages;
 use super::parked::Parked;
+use super::relay::Relay;
 use super::report::report;
 use super::retention;
 use super::waiting::Waiting;
@@ -38,6 +39,7 @@ use crate::worker::retry::RetryPolicy;
 
 mod drain;
 mod looks;
+mod publishing;
 
 /// The loop checks its clocks at least this often, and at least eight times within `ack_wait`.
 const TICK_MAX: Duration = Duration::from_secs(1);
@@ -102,6 +104,7 @@ pub struct Worker {
     parked: Parked,
     writer: Writer,
     outages: Outages,
+    relay: Relay,
     bound: Bound,
     /// Makes the running job stop at the next message. Cancelled when the drain begins.
     hurry: CancellationToken,
@@ -140,6 +143,7 @@ impl Worker {
             parked: Parked::default(),
             writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
             outages: Outages::default(),
+            relay: Relay::default(),
             bound: Bound::default(),
             hurry: CancellationToken::new(),
             cut: CancellationToken::new(),
@@ -184,6 +188,7 @@ impl Worker {
                 () = &mut pause => return Ok(Ended::Paused),
                 Some(done) = self.writer.done() => self.finish_job(done?).await?,
                 Some(ended) = OptionFuture::from(self.audit.running()) => self.audited(ended),
+                Some(ended) = OptionFuture::from(self.relay.running()) => self.relay.ended(ended, &self.telemetry),
                 _ = self.tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(room) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
@@ -203,7 +208,7 @@ impl Worker {
 
     /// How much may be requested from the server: nothing while the database or the handler cannot work.
     fn room(&self) -> Room {
-        if self.outages.retry_at().is_some() || !self.bound.is_accepted() {
+        if self.outages.retry_at().is_some() || !self.bound.is_accepted() || self.relay.is_full() {
             return Room { messages: 0, bytes: 0 };
         }
         let batch = &self.config.batch;
@@ -248,9 +253,14 @@ impl Worker {
             self.writer = Writer::Free(inbox);
             return;
         }
+        if let Some(step) = self.relay.step(self.consumer.publisher().is_some(), !self.waiting.is_empty()) {
+            self.writer = publishing::start(inbox, step);
+            return;
+        }
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
         self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
+            inbox.publishing.max_payload = self.consumer.publisher().map(|publisher| publisher.max_payload());
             let (hurry, cut) = (self.hurry.clone(), self.cut.clone());
             Writer::Busy(tokio::spawn(async move {
                 let began = Instant::now();
@@ -276,6 +286,7 @@ impl Worker {
         let Done { mut inbox, work } = done;
         self.telemetry.sizes(inbox.store().sizes());
         let away = inbox.away.take();
+        self.relay.committed(inbox.store().last_outbox_row(), &self.telemetry);
         self.writer = Writer::Free(inbox);
         match work {
             Work::Batch { batch, took, result: Ok(outcomes) } => {
@@ -293,6 +304,7 @@ impl Worker {
                 self.audit.stored(mark.as_ref());
                 self.telemetry.metrics.ids_pruned.increment(pruned);
                 self.telemetry.health.set_counts(counts);
+                self.relay.counted(counts, &self.telemetry);
                 let more = pruned == u64::from(PRUNE_STEP);
                 self.upkeep_due = Instant::now() + if more { Duration::ZERO } else { UPKEEP_EVERY };
             }
@@ -303,6 +315,7 @@ impl Worker {
                     self.audit(&view);
                 }
             }
+            Work::Outbox { step, result } => self.outbox_taken(&step, result)?,
             Work::Upkeep(Err(error)) | Work::Bind { result: Err(error), .. } => self.database_failed(error)?,
         }
         Ok(())

@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use super::inbox::{Inbox, Outcomes};
 use super::worker::WorkerError;
 use crate::model::delivery::Delivery;
-use crate::store::{self, AuditMark, Bind, Counts, Prunable, Store, Unbound};
+use crate::store::{self, AuditMark, Bind, Counts, OutboxStep, OutboxTaken, Prunable, Store, Unbound};
 
 /// Ids deleted in one transaction: a few milliseconds.
 pub const PRUNE_STEP: u32 = 500;
@@ -28,9 +28,21 @@ pub struct Done {
 }
 
 pub enum Work {
-    Batch { batch: Vec<Delivery>, took: Duration, result: Result<Outcomes, store::Error> },
+    Batch {
+        batch: Vec<Delivery>,
+        took: Duration,
+        result: Result<Outcomes, store::Error>,
+    },
     Upkeep(Result<Upkept, store::Error>),
-    Bind { bind: Bind, result: Result<Result<(), Unbound>, store::Error> },
+    /// A step of the relay.
+    Outbox {
+        step: OutboxStep,
+        result: Result<OutboxTaken, store::Error>,
+    },
+    Bind {
+        bind: Bind,
+        result: Result<Result<(), Unbound>, store::Error>,
+    },
 }
 
 pub struct Upkept {

@@ -29,6 +29,7 @@ mod ignored;
 mod inputs;
 mod model;
 mod network;
+mod outbox;
 mod pause;
 mod processes;
 mod reconnect;

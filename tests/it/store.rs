@@ -11,10 +11,11 @@ use order_processor::handler::{Handler, Order};
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
 use order_processor::model::letter::{Closed, Closing, Pile, Which};
+use order_processor::model::outbox::{OutboxRow, OutboxTarget};
 use order_processor::model::outcome::{Outcome, Reason};
 use order_processor::store::{
-    self, Attempts, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, Pause, Presence, Prunable, Reader,
-    Rows, Store, Tx,
+    self, Attempts, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, OutboxStep, OutboxTaken, Pause,
+    Presence, Prunable, Reader, Rows, Store, Tx,
 };
 use tempfile::TempDir;
 
@@ -358,5 +359,88 @@ async fn a_pause_and_a_backup_are_verbs_of_the_database() {
         let contents = store::backup(&database, &copy).await.unwrap();
         assert_eq!((contents.processed_ids, contents.dead_letters, contents.last_stream_seq), (1, 1, Some(8)));
         assert!(store.sizes().database > 0 && store::sizes(&database) == store.sizes());
+    }
+}
+
+const STEP: OutboxStep =
+    OutboxStep { done: Vec::new(), targets: Vec::new(), max_messages: 10, max_bytes: 1 << 20, wants_all: true };
+
+/// Writes a row into the outbox, as a handler does.
+async fn write_row(tx: &mut Tx<'_>, id: &str, payload: &str) {
+    let Connection::Sqlite(connection) = tx.connection();
+    let sql = "INSERT INTO outbox (id, subject, headers, payload) VALUES (?, 'SHOP.a', '{\"A\": \"1\"}', ?)";
+    sqlx::query(sql).bind(id).bind(payload).execute(connection).await.unwrap();
+}
+
+fn ids(rows: &[OutboxRow]) -> Vec<&str> {
+    rows.iter().map(|row| row.id.as_str()).collect()
+}
+
+#[tokio::test]
+async fn a_transaction_knows_the_rows_that_it_has_put_into_the_outbox() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.outbox_written().await.unwrap(), []);
+        write_row(&mut tx, "a", "one").await;
+        assert_eq!(ids(&tx.outbox_written().await.unwrap()), ["a"]);
+        tx.savepoint().await.unwrap();
+        write_row(&mut tx, "b", "two").await;
+        assert_eq!(ids(&tx.outbox_written().await.unwrap()), ["b"], "only the new one");
+        tx.undo().await.unwrap();
+        write_row(&mut tx, "c", "three").await;
+        assert_eq!(ids(&tx.outbox_written().await.unwrap()), ["c"], "also under the number of an undone row");
+        tx.commit().await.unwrap();
+        let last = store.last_outbox_row();
+
+        // Rows of others are not those of the next transaction.
+        let mut beside = Store::open_beside(&database).await.unwrap();
+        let mut tx = beside.begin().await.unwrap();
+        write_row(&mut tx, "d", "four").await;
+        tx.commit().await.unwrap();
+        let mut tx = store.begin().await.unwrap();
+        assert_eq!(tx.outbox_written().await.unwrap(), []);
+        write_row(&mut tx, "undone", "five").await;
+        assert_eq!(ids(&tx.outbox_written().await.unwrap()), ["undone"]);
+        store.abandon().await;
+        store.begin().await.unwrap().commit().await.unwrap();
+        assert_eq!(store.last_outbox_row(), last + 1, "that of the other connection");
+    }
+}
+
+#[tokio::test]
+async fn the_outbox_returns_the_oldest_rows_and_deletes_the_published_ones() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        assert_eq!(store.take_outbox(&STEP).await.unwrap(), OutboxTaken::default());
+        let mut tx = store.begin().await.unwrap();
+        for (id, payload) in [("a", "one"), ("b", "two"), ("c", "three")] {
+            write_row(&mut tx, id, payload).await;
+        }
+        let written = tx.outbox_written().await.unwrap();
+        tx.seek_outbox_rows(&written[1..2], 77).await.unwrap();
+        tx.commit().await.unwrap();
+        let counts = store.counts().await.unwrap();
+        assert_eq!((counts.outbox_rows, counts.outbox_oldest_ns.is_some()), (3, true));
+
+        let taken = store.take_outbox(&OutboxStep { max_bytes: 6, ..STEP }).await.unwrap();
+        let messages: Vec<_> =
+            taken.messages.iter().map(|message| (message.id.as_str(), &message.payload[..])).collect();
+        assert_eq!(messages, [("a", &b"one"[..]), ("b", b"two")], "as many as fit");
+        assert_eq!(taken.messages[0].headers, [("A".to_owned(), "1".to_owned())]);
+        let sought: Vec<_> = taken.rows.iter().map(|row| (row.id.as_str(), row.sought_from)).collect();
+        assert_eq!(sought, [("a", None), ("b", Some(77)), ("c", None)]);
+        let tiny = store.take_outbox(&OutboxStep { max_bytes: 1, wants_all: false, ..STEP }).await.unwrap();
+        assert_eq!((tiny.messages.len(), tiny.rows.len()), (1, 0), "at least one");
+
+        let target = OutboxTarget { stream: "SHOP".to_owned(), created_ns: 5, after_seq: 9 };
+        let done = vec![taken.messages[0].row, taken.messages[1].row];
+        let step = OutboxStep { done, targets: vec![target.clone()], ..STEP };
+        let left = store.take_outbox(&step).await.unwrap();
+        assert_eq!((ids(&left.rows), left.targets), (vec!["c"], vec![target.clone()]));
+        let moved = OutboxTarget { after_seq: 12, ..target };
+        let step = OutboxStep { targets: vec![moved.clone()], max_messages: 0, ..STEP };
+        let none = store.take_outbox(&step).await.unwrap();
+        assert_eq!((none.messages.len(), none.targets), (0, vec![moved]));
     }
 }

@@ -108,10 +108,15 @@ impl Ids {
         self.data_version = None;
     }
 
+    /// Whether no other connection has written since the last refresh. `data_version`: as for [`refresh`](Self::refresh).
+    pub fn is_at(&self, data_version: i64) -> bool {
+        self.data_version == Some(data_version)
+    }
+
     /// Reads the rows that other connections may have written since the last refresh. Must be called within a transaction, with the
     /// `PRAGMA data_version` of its connection.
     pub async fn refresh(&mut self, connection: &mut SqliteConnection, data_version: i64) -> Result<Fresh, Error> {
-        if self.data_version == Some(data_version) {
+        if self.is_at(data_version) {
             return Ok(Fresh::Yes);
         }
         let failed = |source| failed(INDEXING, source);

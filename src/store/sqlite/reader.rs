@@ -86,13 +86,19 @@ impl Reader {
 
 pub(super) async fn counts(connection: &mut SqliteConnection) -> Result<Counts, sqlx::Error> {
     // Two subqueries, since SQLite looks min and max up in the B-tree only when each stands alone.
-    let (ids, dead): (i64, i64) = sqlx::query_as(
+    let (ids, dead, outbox, oldest): (i64, i64, i64, Option<i64>) = sqlx::query_as(
         "SELECT coalesce((SELECT max(row) FROM processed_ids) - (SELECT min(row) FROM processed_ids) + 1, 0), \
-         (SELECT count(*) FROM dead_letters)",
+         (SELECT count(*) FROM dead_letters), (SELECT count(*) FROM outbox), \
+         (SELECT created_at FROM outbox ORDER BY row LIMIT 1)",
     )
     .fetch_one(connection)
     .await?;
-    Ok(Counts { processed_ids: ids.unsigned_abs(), dead_letters: dead.unsigned_abs() })
+    Ok(Counts {
+        processed_ids: ids.unsigned_abs(),
+        dead_letters: dead.unsigned_abs(),
+        outbox_rows: outbox.unsigned_abs(),
+        outbox_oldest_ns: oldest,
+    })
 }
 
 fn not_indexed() -> Error {

@@ -22,10 +22,19 @@ pub struct Tx<'s> {
     pub(super) faulted: &'s mut bool,
     pub(super) any_attempts: &'s mut bool,
     pub(super) ids: &'s mut Ids,
+    pub(super) outbox_committed: &'s mut i64,
+    /// The last row of the outbox that [`Tx::outbox_written`] need not return.
+    pub(super) outbox_row: i64,
     /// No statement has failed and nothing was undone.
     pub(super) sound: bool,
-    /// Where [`Tx::undo`] returns to in `ids`.
-    pub(super) savepoint: usize,
+    pub(super) savepoint: Savepoint,
+}
+
+/// Where [`Tx::undo`] returns to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Savepoint {
+    staged_ids: usize,
+    outbox_row: i64,
 }
 
 impl Tx<'_> {
@@ -35,6 +44,9 @@ impl Tx<'_> {
 
     pub(super) async fn begin(&mut self) -> Result<(), Error> {
         let data_version = begin(self.connection, "BEGIN IMMEDIATE").await.map_err(|error| self.failed(error))?;
+        if !self.ids.is_at(data_version) {
+            self.read_outbox_row().await?;
+        }
         loop {
             let fresh = self.ids.refresh(self.connection, data_version).await.map_err(|error| self.failed(error))?;
             if self.ids.is_full() {
@@ -182,7 +194,7 @@ impl Tx<'_> {
     }
 
     pub async fn savepoint(&mut self) -> Result<(), Error> {
-        self.savepoint = self.ids.staged();
+        self.savepoint = Savepoint { staged_ids: self.ids.staged(), outbox_row: self.outbox_row };
         self.execute("setting a savepoint", "SAVEPOINT message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
 
@@ -193,7 +205,8 @@ impl Tx<'_> {
     pub async fn undo(&mut self) -> Result<(), Error> {
         const DOING: &str = "returning to a savepoint";
         self.sound = false;
-        self.ids.unstage(self.savepoint);
+        self.ids.unstage(self.savepoint.staged_ids);
+        self.outbox_row = self.savepoint.outbox_row;
         self.execute(DOING, "ROLLBACK TO message".to_owned(), SqliteArguments::default()).await?;
         self.execute(DOING, "RELEASE message".to_owned(), SqliteArguments::default()).await.map(drop)
     }
@@ -201,6 +214,7 @@ impl Tx<'_> {
     pub async fn commit(mut self) -> Result<(), Error> {
         self.execute("committing", "COMMIT".to_owned(), SqliteArguments::default()).await?;
         self.ids.committed();
+        *self.outbox_committed = self.outbox_row;
         *self.clean = self.sound;
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::now_ns;
-use super::single::{caught, guarded};
+use super::single::{Publishing, caught, guarded};
 use crate::handler::{Answer, Failure, Handler, Order};
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Closing};
@@ -112,7 +112,8 @@ async fn replay_in_transaction(
     }
     let replayed = match claim {
         Some(Claim::New) | None => {
-            guarded(handler, &mut tx, &[Order { delivery: &delivery, answer }]).await?;
+            let publishing = Publishing { max_payload: None, is_repair: true };
+            guarded(handler, &mut tx, &[Order { delivery: &delivery, answer }], publishing).await?;
             Replayed::Applied(delivery.id.to_string())
         }
         Some(Claim::Processed(known)) if known != digest => return Ok(Replayed::Conflict),

@@ -10,6 +10,7 @@ use crate::config::OnConflict;
 use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
+use crate::model::outbox;
 use crate::model::outcome::{Outcome, Reason};
 use crate::model::text::{chain, shortened};
 use crate::model::time::seconds_text;
@@ -25,6 +26,16 @@ pub(super) struct Judge {
     pub(super) retry: RetryPolicy,
     pub(super) on_conflict: OnConflict,
     pub(super) max_deliver: Option<u64>,
+    pub(super) publishing: Publishing,
+}
+
+/// What holds for the rows that the handler writes into the outbox.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Publishing {
+    /// The largest message that the server accepts, if it is known.
+    pub max_payload: Option<usize>,
+    /// The orders may have been applied in a former life of the database, and their messages published.
+    pub is_repair: bool,
 }
 
 /// Whether the start of a run is recorded, so that its end must be recorded too.
@@ -63,18 +74,20 @@ pub(super) async fn single(
     let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
         Some(Claim::Processed(digest)) => judged(tx, delivery, *digest, judge.on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
-        Some(Claim::New) | None => match guarded(handler, tx, &[order]).await.map_err(Failure::into_inner) {
-            Ok(()) => Outcome::Applied,
-            Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
-            Err(Failure::Away(cause)) => {
-                tx.undo().await?;
-                return Ok(Single::Away(cause));
+        Some(Claim::New) | None => {
+            match guarded(handler, tx, &[order], judge.publishing).await.map_err(Failure::into_inner) {
+                Ok(()) => Outcome::Applied,
+                Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
+                Err(Failure::Away(cause)) => {
+                    tx.undo().await?;
+                    return Ok(Single::Away(cause));
+                }
+                Err(failure) => {
+                    tx.undo().await?;
+                    return failed(tx, delivery, failure, judge, run, now_ns).await.map(Single::Decided);
+                }
             }
-            Err(failure) => {
-                tx.undo().await?;
-                return failed(tx, delivery, failure, judge, run, now_ns).await.map(Single::Decided);
-            }
-        },
+        }
     };
     tx.keep().await?;
     tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
@@ -121,10 +134,23 @@ pub(super) async fn defective(
     })
 }
 
-/// Runs the handler; a panic is a failure that may pass, not the end of the process.
-pub(super) async fn guarded(handler: &dyn Handler, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure> {
+/// Runs the handler and checks what it wrote into the outbox; a panic is a failure that may pass, not the end of the process.
+pub(super) async fn guarded(
+    handler: &dyn Handler,
+    tx: &mut Tx<'_>,
+    orders: &[Order<'_>],
+    publishing: Publishing,
+) -> Result<(), Failure> {
     // Whatever a panic leaves half done is in the transaction, and the transaction is undone.
-    caught(handler.apply(tx, orders)).await
+    caught(handler.apply(tx, orders)).await?;
+    let rows = tx.outbox_written().await?;
+    rows.iter().try_for_each(|row| outbox::check(row, publishing.max_payload)).map_err(Failure::Permanent)?;
+    if publishing.is_repair
+        && let Some(first) = orders.iter().map(|order| order.delivery.raw.position.published_ns).min()
+    {
+        tx.seek_outbox_rows(&rows, first).await?;
+    }
+    Ok(())
 }
 
 /// Runs a part of the handler; a panic in it is a failure that may pass.

@@ -52,6 +52,7 @@ impl Worker {
         let rest = self.held.hand_back();
         let handed_back = rest.len();
         self.acknowledge(rest, Receipt::Last).await;
+        self.publish_the_rest().await?;
         if let Some(mut inbox) = self.writer.take() {
             if let Some(mark) = self.audit.mark_to_store().filter(|_| self.outages.retry_at().is_none())
                 && let Err(error) = inbox.store().set_audit_mark(&mark).await
@@ -69,7 +70,7 @@ impl Worker {
     }
 
     /// Waits for the running job and keeps all held deliveries alive meanwhile.
-    async fn finish_running(&mut self) -> Result<(), WorkerError> {
+    pub(super) async fn finish_running(&mut self) -> Result<(), WorkerError> {
         loop {
             tokio::select! {
                 done = self.writer.done() => match done {

@@ -124,7 +124,8 @@ impl Worker {
         let at_rest = self.held.is_empty()
             && self.bound.is_accepted()
             && matches!(self.writer, Writer::Free(_))
-            && self.audit.is_at_rest();
+            && self.audit.is_at_rest()
+            && self.relay.is_at_rest();
         at_rest && self.view.as_ref().is_some_and(nothing_pending)
     }
 
