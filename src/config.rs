@@ -18,7 +18,7 @@ use rustix::fs::{StatVfsMountFlags, statvfs};
 use rustix::process::{getegid, geteuid};
 
 pub use parse::ByteSize;
-use read::{Reader, Refused, read_config};
+use read::{Refused, SettingsReader, read_config};
 use sources::{env_layer, file_layer, toml_layer};
 
 pub mod level;
@@ -38,12 +38,12 @@ pub const DEFAULT_API_PREFIX: &str = "$JS.API";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     pub nats: Nats,
-    pub consumer: Consumer,
+    pub consumer: ConsumerNames,
     pub batch: Batch,
     pub retry: Retry,
-    pub inbox: Inbox,
+    pub inbox: InboxSettings,
     pub database: Database,
-    pub audit: Audit,
+    pub audit: AuditSettings,
     pub http: Http,
     pub shutdown: Shutdown,
     pub log: Log,
@@ -155,7 +155,7 @@ impl Tls {
 
 /// What to bind to. Both names are legal JetStream names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Consumer {
+pub struct ConsumerNames {
     pub stream: String,
     pub name: String,
 }
@@ -182,7 +182,7 @@ pub struct Retry {
 
 /// What is remembered of processed messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Inbox {
+pub struct InboxSettings {
     pub on_conflict: OnConflict,
     /// An RFC 6901 pointer, never empty, to the message id in a JSON payload.
     pub id_pointer: Option<String>,
@@ -222,7 +222,7 @@ impl fmt::Display for Database {
 
 /// When the daemon looks for missing messages by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Audit {
+pub struct AuditSettings {
     /// 1 s to 7 days; `None` for never.
     pub every: Option<Duration>,
 }
@@ -353,7 +353,7 @@ fn load_from(
         .add_source(from_env)
         .build()
         .expect("merging cannot fail: the layers are in memory and hold only known keys");
-    let mut reader = Reader { merged: merged.cache, problems };
+    let mut reader = SettingsReader { merged: merged.cache, problems };
     match read_config(&mut reader) {
         Ok(config) if reader.problems.is_empty() => Ok(Loaded { config, settings: reader.settings() }),
         Ok(_) | Err(Refused) => Err(Problems(reader.problems)),

@@ -104,16 +104,16 @@ impl Store {
 
     /// Must be called if work ended because of `error`. Ends the transaction, so that other writers need not wait until the
     /// work is tried again.
-    pub async fn give_up(&mut self, error: &Error) {
+    pub async fn roll_back_after(&mut self, error: &Error) {
         match self {
-            Self::Sqlite(store) => store.give_up(error).await,
+            Self::Sqlite(store) => store.roll_back_after(error).await,
         }
     }
 
     /// Ends a transaction that was dropped without a commit.
-    pub async fn abandon(&mut self) {
+    pub async fn roll_back(&mut self) {
         match self {
-            Self::Sqlite(store) => store.abandon().await,
+            Self::Sqlite(store) => store.roll_back().await,
         }
     }
 
@@ -453,7 +453,7 @@ pub fn note_stop(database: &Database) {
 /// [`OpenError`] if it cannot be determined whether there is a pause.
 pub fn paused(database: &Database) -> Result<Option<Pause>, OpenError> {
     match database {
-        Database::Sqlite(path) => sqlite::pause::look(path),
+        Database::Sqlite(path) => sqlite::pause::read(path),
     }
 }
 

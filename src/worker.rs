@@ -1,5 +1,6 @@
 //! The loop, and the parts of the path of a message that it calls.
 
+mod acceptance;
 pub mod audit;
 mod calls;
 pub mod inbox;
@@ -10,7 +11,6 @@ pub mod shift;
 #[expect(clippy::module_inception, reason = "the room is named after its loop")]
 pub mod worker;
 
-mod bound;
 mod held;
 mod outage;
 mod parked;

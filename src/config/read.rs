@@ -9,12 +9,12 @@ use super::parse::{
     socket_address, subject, text, whole_number, yes_or_no,
 };
 use super::{
-    Audit, Auth, Batch, Config, Consumer, DEFAULT_API_PREFIX, Http, Inbox, Known, Log, LogFormat, Nats, OnConflict,
-    Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
+    AuditSettings, Auth, Batch, Config, ConsumerNames, DEFAULT_API_PREFIX, Http, InboxSettings, Known, Log, LogFormat,
+    Nats, OnConflict, Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
-pub fn read_config(reader: &mut Reader) -> Result<Config, Refused> {
+pub fn read_config(reader: &mut SettingsReader) -> Result<Config, Refused> {
     let nats = read_nats(reader);
     let consumer = read_consumer(reader);
     let batch = read_batch(reader);
@@ -32,14 +32,14 @@ pub fn read_config(reader: &mut Reader) -> Result<Config, Refused> {
         retry: retry?,
         inbox: inbox?,
         database: database?,
-        audit: Audit { every: every? },
+        audit: AuditSettings { every: every? },
         http: Http { listen: listen? },
         shutdown: Shutdown { timeout: timeout? },
         log: log?,
     })
 }
 
-fn read_nats(reader: &mut Reader) -> Result<Nats, Refused> {
+fn read_nats(reader: &mut SettingsReader) -> Result<Nats, Refused> {
     let url = reader.required("nats.url", servers);
     let user_in_url = url.as_ref().is_ok_and(|url| url.contains('@'));
     let auth = read_auth(reader, user_in_url);
@@ -53,7 +53,7 @@ fn read_nats(reader: &mut Reader) -> Result<Nats, Refused> {
 }
 
 /// The domain, and the prefix of all requests.
-fn read_api(reader: &mut Reader) -> Result<(Option<String>, String), Refused> {
+fn read_api(reader: &mut SettingsReader) -> Result<(Option<String>, String), Refused> {
     let domain = reader.optional("nats.domain", jetstream_name);
     let prefix = reader.optional("nats.api_prefix", subject);
     match (domain?, prefix?) {
@@ -67,7 +67,7 @@ fn read_api(reader: &mut Reader) -> Result<(Option<String>, String), Refused> {
     }
 }
 
-fn read_auth(reader: &mut Reader, user_in_url: bool) -> Result<Auth, Refused> {
+fn read_auth(reader: &mut SettingsReader, user_in_url: bool) -> Result<Auth, Refused> {
     let credentials_file = reader.optional("nats.credentials_file", path);
     let nkey_file = reader.optional("nats.nkey_file", path);
     let user = reader.optional("nats.user", |value| text(value).map(str::to_owned));
@@ -91,7 +91,7 @@ fn read_auth(reader: &mut Reader, user_in_url: bool) -> Result<Auth, Refused> {
     if user_in_url { reader.more_than_one_way_in(user_in_url) } else { Ok(auth) }
 }
 
-fn read_tls(reader: &mut Reader) -> Result<Tls, Refused> {
+fn read_tls(reader: &mut SettingsReader) -> Result<Tls, Refused> {
     let ca_file = reader.optional("nats.tls.ca_file", path);
     let cert_file = reader.optional("nats.tls.cert_file", path);
     let key_file = reader.optional("nats.tls.key_file", path);
@@ -104,20 +104,20 @@ fn read_tls(reader: &mut Reader) -> Result<Tls, Refused> {
     }
 }
 
-fn read_consumer(reader: &mut Reader) -> Result<Consumer, Refused> {
+fn read_consumer(reader: &mut SettingsReader) -> Result<ConsumerNames, Refused> {
     let stream = reader.required("consumer.stream", jetstream_name);
     let name = reader.required("consumer.name", jetstream_name);
-    Ok(Consumer { stream: stream?, name: name? })
+    Ok(ConsumerNames { stream: stream?, name: name? })
 }
 
-fn read_batch(reader: &mut Reader) -> Result<Batch, Refused> {
+fn read_batch(reader: &mut SettingsReader) -> Result<Batch, Refused> {
     let max_messages = reader.required("batch.max_messages", |value| whole_number(value, 1..=10_000));
     let max_bytes = reader.required("batch.max_bytes", |value| byte_size(value, (64 << 10)..=(1 << 30)));
     // Both fit 32 bits, so neither cast can lose anything.
     Ok(Batch { max_messages: max_messages? as usize, max_bytes: max_bytes? as usize })
 }
 
-fn read_retry(reader: &mut Reader) -> Result<Retry, Refused> {
+fn read_retry(reader: &mut SettingsReader) -> Result<Retry, Refused> {
     let delays = Duration::from_millis(1)..=secs(24 * 3600);
     let max_attempts = reader.required("retry.max_attempts", |value| whole_number(value, 1..=1000));
     let min_delay = reader.required("retry.min_delay", |value| duration(value, delays.clone()));
@@ -131,7 +131,7 @@ fn read_retry(reader: &mut Reader) -> Result<Retry, Refused> {
     Ok(Retry { max_attempts: max_attempts?, min_delay: min_delay?, max_delay: max_delay? })
 }
 
-fn read_inbox(reader: &mut Reader) -> Result<Inbox, Refused> {
+fn read_inbox(reader: &mut SettingsReader) -> Result<InboxSettings, Refused> {
     let on_conflict = reader.required("inbox.on_conflict", |value| match text(value)? {
         "dead-letter" => Ok(OnConflict::DeadLetter),
         "duplicate" => Ok(OnConflict::Duplicate),
@@ -143,17 +143,17 @@ fn read_inbox(reader: &mut Reader) -> Result<Inbox, Refused> {
         // humantime's year has 365.25 days.
         _ => duration(value, secs(3600)..=secs(10 * 31_557_600)).map(Retention::For),
     });
-    Ok(Inbox { on_conflict: on_conflict?, id_pointer: id_pointer?, retention: retention? })
+    Ok(InboxSettings { on_conflict: on_conflict?, id_pointer: id_pointer?, retention: retention? })
 }
 
-fn read_audit_every(reader: &mut Reader) -> Result<Option<Duration>, Refused> {
+fn read_audit_every(reader: &mut SettingsReader) -> Result<Option<Duration>, Refused> {
     reader.required("audit.every", |value| match &value.kind {
         ValueKind::String(text) if text == "off" => Ok(None),
         _ => duration(value, secs(1)..=secs(7 * 24 * 3600)).map(Some),
     })
 }
 
-fn read_log(reader: &mut Reader) -> Result<Log, Refused> {
+fn read_log(reader: &mut SettingsReader) -> Result<Log, Refused> {
     let level = reader.required("log.level", log_level);
     let format = reader.required("log.format", |value| match text(value)? {
         "auto" => Ok(LogFormat::Auto),
@@ -165,15 +165,15 @@ fn read_log(reader: &mut Reader) -> Result<Log, Refused> {
 }
 
 /// Takes the merged values one by one and gathers what is wrong with them.
-pub struct Reader {
+pub struct SettingsReader {
     pub merged: Value,
     pub problems: Vec<String>,
 }
 
-/// A value that is not there because of a problem that is already in [`Reader::problems`].
+/// A value that is not there because of a problem that is already in [`SettingsReader::problems`].
 pub struct Refused;
 
-impl Reader {
+impl SettingsReader {
     fn required<T>(
         &mut self,
         key: &'static str,

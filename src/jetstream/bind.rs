@@ -13,10 +13,10 @@ use crate::telemetry::Telemetry;
 use crate::telemetry::status::Component;
 
 /// The result of an attempt to bind. The link comes back in any case, if there is one.
-pub(super) type Bound = Result<(Link, Snapshot), (Option<Link>, Error)>;
+pub(super) type BindResult = Result<(Link, Snapshot), (Option<Link>, Error)>;
 
 /// Connects if needed, looks at stream and consumer, and examines them.
-pub(super) async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>) -> Bound {
+pub(super) async fn bind(config: Arc<Config>, telemetry: Arc<Telemetry>, link: Option<Link>) -> BindResult {
     let link = match link {
         Some(link) => link,
         None => connect(&config, telemetry.clone()).await.map_err(|error| (None, error))?,

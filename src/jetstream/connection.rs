@@ -237,10 +237,10 @@ fn next_server(servers: &[Server], turn: usize) -> Option<&Server> {
 /// The delays between attempts to connect. They start again only after a connection that lasted: a server may accept each
 /// connection and close it immediately.
 #[derive(Default)]
-struct Backoff(Mutex<Attempts>);
+struct Backoff(Mutex<Reconnects>);
 
 #[derive(Default)]
-struct Attempts {
+struct Reconnects {
     last_at: Option<Instant>,
     /// Connections in a row that did not last.
     short: usize,

@@ -1,10 +1,10 @@
 //! The way to one durable pull consumer: connect, bind, pull, acknowledge. It never creates, edits or deletes anything on the
 //! server.
 //!
-//! The daemon sends its own pull requests and reads the answers from its own inbox. It does not use the pull stream of the client:
+//! The daemon sends its own pull requests and reads the answers from its own subscription. It does not use the pull stream of the client:
 //! that stream can stay silent for half a minute after a reconnect, does not pull again after a missed heartbeat or after some
 //! errors, and spins when the client drains (seen with async-nats 0.51). Here every trouble has the same cure, [`Consumer::lose`]:
-//! look at stream and consumer again, then pull again. Deliveries that arrive in the meantime are kept, because the inbox stays.
+//! look at stream and consumer again, then pull again. Deliveries that arrive in the meantime are kept, because the subscription stays.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -16,10 +16,10 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep_until};
 
 use super::advisory::Advisory;
-use super::bind::{Bound, Rebind, bind};
+use super::bind::{BindResult, Rebind, bind};
 use super::client::Client;
 use super::error::{Blame, Error, Trouble};
-pub use super::event::{Event, Receipt, Room};
+pub use super::event::{Capacity, Event, Receipt};
 use super::gaps::{Figures, Notice, Positions};
 use super::gate::{self, Expectations, Severity};
 use super::limits;
@@ -52,7 +52,7 @@ pub struct Consumer {
     telemetry: Arc<Telemetry>,
     info_every: Duration,
     phase: Phase,
-    /// Client and inbox. They outlive a binding, and end only with the client.
+    /// Client and subscriptions. They outlive a binding, and end only with the client.
     link: Option<Link>,
     /// The client of the link, for acknowledgements while the link is with [`Phase::Binding`].
     client: Option<Client>,
@@ -77,7 +77,7 @@ pub struct Consumer {
 enum Phase {
     Down(Instant),
     /// Has the link, so that nothing is lost if [`Consumer::next`] is dropped half-way.
-    Binding(BoxFuture<'static, Bound>),
+    Binding(BoxFuture<'static, BindResult>),
     Bound(Box<Session>),
 }
 
@@ -103,11 +103,11 @@ impl Consumer {
         }
     }
 
-    /// Waits for the next event. Asks the server for at most `room`, minus what open pulls already ask for.
+    /// Waits for the next event. Asks the server for at most `capacity`, minus what open pulls already ask for.
     ///
     /// May be dropped at any await without the loss of a delivery. It never fails: every trouble is logged, counted, shown in the
     /// health, and tried again.
-    pub async fn next(&mut self, room: Room) -> Event {
+    pub async fn next(&mut self, capacity: Capacity) -> Event {
         loop {
             match &mut self.phase {
                 Phase::Down(until) => {
@@ -115,7 +115,7 @@ impl Consumer {
                     self.begin_to_bind(until).await;
                 }
                 Phase::Binding(binding) => match binding.await {
-                    Ok((link, snapshot)) => return self.bound(link, snapshot),
+                    Ok((link, snapshot)) => return self.after_bind(link, snapshot),
                     Err((_, error)) if self.last.is_none() && error.needs_operator() => return Event::Refused(error),
                     Err((link, error)) => {
                         self.link = link;
@@ -123,10 +123,10 @@ impl Consumer {
                     }
                 },
                 Phase::Bound(_) if !self.stash.is_empty() => return Event::Deliveries(std::mem::take(&mut self.stash)),
-                Phase::Bound(_) => match self.step(room).await {
+                Phase::Bound(_) => match self.step(capacity).await {
                     Ok(Step::Arrived) => {}
                     Ok(Step::GivenUp(arrivals)) => return Event::GivenUp(arrivals),
-                    Ok(Step::Seen(snapshot)) => match self.seen(&snapshot) {
+                    Ok(Step::Seen(snapshot)) => match self.observe(&snapshot) {
                         Ok(event) => return event,
                         Err(trouble) => self.lose(trouble),
                     },
@@ -181,8 +181,8 @@ impl Consumer {
 
     /// Stops pulling for good and returns the deliveries that have arrived.
     ///
-    /// A delivery to an inbox that is gone comes back only after `ack_wait`. So an open pull that the server answers right now may
-    /// run out first, for a moment. Then the inbox goes, and a round trip makes sure that no delivery is on its way.
+    /// A delivery to a reply subject without a subscription comes back only after `ack_wait`. So an open pull that the server answers right now may
+    /// run out first, for a moment. Then the subscription ends, and a round trip makes sure that no delivery is on its way.
     pub async fn quiesce(&mut self) -> Vec<Arrival> {
         const LULL: Duration = Duration::from_millis(50);
         const RUN_OUT: Duration = Duration::from_millis(500);
@@ -200,12 +200,12 @@ impl Consumer {
             && session.outstanding() > 0
         {
             let patience = deadline.min(Instant::now() + LULL);
-            let Ok(Some(message)) = tokio::time::timeout_at(patience, link.inbox.next()).await else { break };
+            let Ok(Some(message)) = tokio::time::timeout_at(patience, link.replies.next()).await else { break };
             if session.take_in(message, &mut arrived, &mut self.positions).is_err() {
                 break;
             }
         }
-        if link.inbox.drain().await.is_ok() && link.is_connected() {
+        if link.replies.drain().await.is_ok() && link.is_connected() {
             let names = &self.config.consumer;
             let asked = look(&link.client, &names.stream, &names.name);
             if tokio::time::timeout(PATIENCE, asked).await.is_err() {
@@ -229,7 +229,7 @@ impl Consumer {
         }
     }
 
-    async fn step(&mut self, room: Room) -> Result<Step, Trouble> {
+    async fn step(&mut self, capacity: Capacity) -> Result<Step, Trouble> {
         let (Phase::Bound(session), Some(link)) = (&mut self.phase, &mut self.link) else {
             return Err(Trouble::client_dead());
         };
@@ -237,7 +237,7 @@ impl Consumer {
             .step(&mut Surroundings {
                 link,
                 config: &self.config,
-                room,
+                capacity,
                 info_every: self.info_every,
                 stash: &mut self.stash,
                 advised: &mut self.advised,
@@ -250,16 +250,16 @@ impl Consumer {
         step
     }
 
-    fn bound(&mut self, mut link: Link, snapshot: Snapshot) -> Event {
+    fn after_bind(&mut self, mut link: Link, snapshot: Snapshot) -> Event {
         let incarnation = snapshot.incarnation();
         let rebind = Rebind::between(self.last.replace(incarnation), incarnation);
         self.failures = 0;
         self.reminder.forget();
-        self.notices.bound(rebind, &snapshot);
+        self.notices.log_bind(rebind, &snapshot);
         self.notices.warn(gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config)));
-        let notices = self.positions.bound(Figures::of(&snapshot), rebind.is_recreated());
-        self.report(&notices);
-        self.notices.pause(&snapshot.consumer);
+        let notices = self.positions.after_bind(Figures::of(&snapshot), rebind.is_recreated());
+        self.take_notices(&notices);
+        self.notices.log_pause(&snapshot.consumer);
         self.telemetry.health.report(Component::Consumer, Ok(()));
         let view = snapshot.view();
         if rebind != Rebind::Same {
@@ -288,7 +288,7 @@ impl Consumer {
     }
 
     /// Draws the conclusions from a look while bound. An edited consumer is examined as at the start, and followed.
-    fn seen(&mut self, snapshot: &Snapshot) -> Result<Event, Trouble> {
+    fn observe(&mut self, snapshot: &Snapshot) -> Result<Event, Trouble> {
         let (refused, warnings) = gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config))
             .into_iter()
             .partition::<Vec<_>, _>(|finding| finding.severity == Severity::Refused);
@@ -296,9 +296,9 @@ impl Consumer {
             return Err(Error::Refused(refused).into());
         }
         self.notices.warn(warnings);
-        let notices = self.positions.seen(Figures::of(snapshot));
-        self.report(&notices);
-        self.notices.pause(&snapshot.consumer);
+        let notices = self.positions.observe(Figures::of(snapshot));
+        self.take_notices(&notices);
+        self.notices.log_pause(&snapshot.consumer);
         let view = snapshot.view();
         self.notices.ack_floor(&view);
         self.telemetry.health.set_consumer(view.clone());
@@ -308,8 +308,8 @@ impl Consumer {
         Ok(Event::Seen { view, edited: session.follow(snapshot) })
     }
 
-    fn report(&mut self, notices: &[Notice]) {
-        self.notices.report(notices, self.last.map_or(0, |last| last.stream_ns));
+    fn take_notices(&mut self, notices: &[Notice]) {
+        self.notices.log_gaps(notices, self.last.map_or(0, |last| last.stream_ns));
         if notices.iter().any(|notice| matches!(notice, Notice::Rewound { .. })) {
             // The same sequences come again with other messages.
             self.clean_through = Arc::default();

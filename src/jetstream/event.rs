@@ -21,7 +21,7 @@ pub enum Event {
 
 /// How much more the worker can take.
 #[derive(Clone, Copy, Debug)]
-pub struct Room {
+pub struct Capacity {
     pub messages: usize,
     pub bytes: usize,
 }

@@ -80,7 +80,7 @@ impl Figures {
 
 impl Positions {
     /// A new binding. `fresh`: to another stream than before, or to another consumer on it.
-    pub fn bound(&mut self, look: Figures, fresh: bool) -> Vec<Notice> {
+    pub fn after_bind(&mut self, look: Figures, fresh: bool) -> Vec<Notice> {
         if fresh {
             // The operator chose where this consumer begins.
             *self = Self::default();
@@ -90,7 +90,7 @@ impl Positions {
             self.accounted = self.accounted.max(look.delivered);
         }
         self.consumer_seq = look.delivered_consumer_seq;
-        self.seen(look)
+        self.observe(look)
     }
 
     /// One delivery arrived. Whether a look is needed: the delivery leaves a gap, or has the sequence of another message.
@@ -117,7 +117,7 @@ impl Positions {
     }
 
     /// A fresh look.
-    pub fn seen(&mut self, look: Figures) -> Vec<Notice> {
+    pub fn observe(&mut self, look: Figures) -> Vec<Notice> {
         let mut notices = Vec::new();
         let before = self.last.replace(look);
         let second = self.second.take();
@@ -191,23 +191,23 @@ mod tests {
 
     fn bound(first: u64, last: u64, delivered: u64) -> Positions {
         let mut positions = Positions::default();
-        assert_eq!(positions.bound(look(first, last, delivered, last - delivered), true), []);
+        assert_eq!(positions.after_bind(look(first, last, delivered, last - delivered), true), []);
         positions
     }
 
     #[test]
     fn what_the_stream_dropped_behind_the_last_delivery_is_gone_once() {
         let mut positions = bound(1, 10, 10);
-        assert_eq!(positions.seen(look(16, 30, 10, 15)), [Notice::Gone { from: 11, to: 15 }]);
-        assert_eq!(positions.seen(look(16, 30, 10, 15)), []);
+        assert_eq!(positions.observe(look(16, 30, 10, 15)), [Notice::Gone { from: 11, to: 15 }]);
+        assert_eq!(positions.observe(look(16, 30, 10, 15)), []);
         assert!(!positions.delivered(delivery(11, 16)), "reported already");
-        assert_eq!(positions.seen(look(17, 30, 16, 14)), []);
+        assert_eq!(positions.observe(look(17, 30, 16, 14)), []);
     }
 
     #[test]
     fn what_was_dropped_while_nobody_was_bound_shows_at_the_binding() {
         let mut positions = Positions::default();
-        assert_eq!(positions.bound(look(6, 10, 2, 5), true), [Notice::Gone { from: 3, to: 5 }]);
+        assert_eq!(positions.after_bind(look(6, 10, 2, 5), true), [Notice::Gone { from: 3, to: 5 }]);
     }
 
     #[test]
@@ -215,21 +215,21 @@ mod tests {
         let mut positions = bound(1, 10, 10);
         assert!(positions.delivered(delivery(11, 21)));
         // A look that was under way knows nothing of it yet.
-        assert_eq!(positions.seen(look(1, 30, 21, 9)), []);
-        assert_eq!(positions.seen(look(21, 30, 21, 9)), [Notice::Gone { from: 11, to: 20 }]);
+        assert_eq!(positions.observe(look(1, 30, 21, 9)), []);
+        assert_eq!(positions.observe(look(21, 30, 21, 9)), [Notice::Gone { from: 11, to: 20 }]);
 
         let mut positions = bound(1, 10, 10);
         assert!(positions.delivered(delivery(11, 21)));
-        assert_eq!(positions.seen(look(1, 30, 21, 9)), []);
-        assert_eq!(positions.seen(look(1, 30, 21, 9)), [], "deleted from the middle");
-        assert_eq!(positions.seen(look(25, 30, 30, 0)), []);
+        assert_eq!(positions.observe(look(1, 30, 21, 9)), []);
+        assert_eq!(positions.observe(look(1, 30, 21, 9)), [], "deleted from the middle");
+        assert_eq!(positions.observe(look(25, 30, 30, 0)), []);
     }
 
     #[test]
     fn a_purge_hides_nothing_from_a_worker_that_saw_every_delivery() {
         let purged = Figures { delivered_consumer_seq: 10, ..look(31, 30, 30, 0) };
-        assert_eq!(bound(1, 10, 10).seen(purged), [Notice::Gone { from: 11, to: 30 }]);
-        assert_eq!(bound(1, 10, 10).bound(purged, false), [Notice::Gone { from: 11, to: 30 }]);
+        assert_eq!(bound(1, 10, 10).observe(purged), [Notice::Gone { from: 11, to: 30 }]);
+        assert_eq!(bound(1, 10, 10).after_bind(purged, false), [Notice::Gone { from: 11, to: 30 }]);
     }
 
     #[test]
@@ -237,25 +237,29 @@ mod tests {
         let mut positions = bound(1, 10, 10);
         assert!(!positions.delivered(delivery(21, 21)), "ten deliveries went elsewhere");
         assert!(!positions.delivered(delivery(22, 22)));
-        assert_eq!(positions.seen(look(20, 30, 30, 0)), [], "the rest is on its way to somebody");
+        assert_eq!(positions.observe(look(20, 30, 30, 0)), [], "the rest is on its way to somebody");
     }
 
     #[test]
     fn with_a_filter_only_what_vanishes_from_pending_is_certain() {
         let filtered = |first, delivered, pending| Figures { filtered: true, ..look(first, 100, delivered, pending) };
         let mut positions = Positions::default();
-        assert_eq!(positions.bound(filtered(50, 10, 0), true), [], "not for this consumer, as far as the figures show");
-        assert_eq!(positions.seen(filtered(50, 10, 20)), []);
+        assert_eq!(
+            positions.after_bind(filtered(50, 10, 0), true),
+            [],
+            "not for this consumer, as far as the figures show"
+        );
+        assert_eq!(positions.observe(filtered(50, 10, 20)), []);
         assert!(!positions.delivered(delivery(11, 55)));
-        assert_eq!(positions.seen(filtered(70, 11, 12)), [Notice::SomeGone { at_least: 7, first: 70 }]);
+        assert_eq!(positions.observe(filtered(70, 11, 12)), [Notice::SomeGone { at_least: 7, first: 70 }]);
     }
 
     #[test]
     fn a_shorter_stream_is_said_once_and_its_sequences_count_anew() {
         let mut positions = bound(1, 10, 10);
-        assert_eq!(positions.bound(look(1, 5, 5, 0), false), [Notice::Rewound { from: 10, to: 5 }]);
-        assert_eq!(positions.seen(look(1, 5, 5, 0)), []);
-        assert_eq!(positions.seen(look(8, 10, 5, 3)), [Notice::Gone { from: 6, to: 7 }]);
+        assert_eq!(positions.after_bind(look(1, 5, 5, 0), false), [Notice::Rewound { from: 10, to: 5 }]);
+        assert_eq!(positions.observe(look(1, 5, 5, 0)), []);
+        assert_eq!(positions.observe(look(8, 10, 5, 3)), [Notice::Gone { from: 6, to: 7 }]);
     }
 
     #[test]
@@ -265,8 +269,8 @@ mod tests {
         assert!(!positions.delivered(published(8, 8)), "again, as it was");
         assert!(positions.delivered(published(8, 11)), "published after the tenth");
         positions.delivered(published(9, 12));
-        assert_eq!(positions.seen(look(1, 20, 9, 11)), [Notice::Rewound { from: 10, to: 7 }]);
-        assert_eq!(positions.seen(look(1, 20, 9, 11)), []);
+        assert_eq!(positions.observe(look(1, 20, 9, 11)), [Notice::Rewound { from: 10, to: 7 }]);
+        assert_eq!(positions.observe(look(1, 20, 9, 11)), []);
         assert!(!positions.delivered(published(10, 13)));
     }
 
@@ -274,7 +278,7 @@ mod tests {
     fn a_floor_that_stays_beyond_the_end_of_the_stream_is_reported() {
         let ahead = Figures { floor: 12, ..look(1, 10, 12, 0) };
         let mut positions = Positions::default();
-        assert_eq!(positions.bound(ahead, true), []);
-        assert_eq!(positions.seen(ahead), [Notice::FloorBeyond { floor: 12, last: 10 }]);
+        assert_eq!(positions.after_bind(ahead, true), []);
+        assert_eq!(positions.observe(ahead), [Notice::FloorBeyond { floor: 12, last: 10 }]);
     }
 }

@@ -1,4 +1,4 @@
-//! One connection with two subscriptions: the inbox of the pulls, and the advisories of the server.
+//! One connection with two subscriptions: the replies to the pulls, and the advisories of the server.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const LOST_CHECK_EVERY: Duration = Duration::from_millis(50);
 
 pub(super) struct Link {
     pub(super) client: Client,
-    pub(super) inbox: Subscriber,
+    pub(super) replies: Subscriber,
     pub(super) subject: String,
     /// Without the optional permission, nothing arrives here.
     pub(super) advisories: Subscriber,
@@ -29,10 +29,10 @@ impl Link {
     pub(super) async fn new(config: &Config, client: Client) -> Result<Self, Error> {
         let subject = client.new_inbox();
         // Statuses arrive on the subject of their pull, and deliveries too. One subscription has both.
-        let inbox = client.subscribe(format!("{subject}.*")).await.map_err(|_| Error::ClientDead)?;
+        let replies = client.subscribe(format!("{subject}.*")).await.map_err(|_| Error::ClientDead)?;
         let advised = advisory::advisory_subject(&config.consumer.stream, &config.consumer.name);
         let advisories = client.subscribe(advised).await.map_err(|_| Error::ClientDead)?;
-        Ok(Self { client, inbox, subject, advisories })
+        Ok(Self { client, replies, subject, advisories })
     }
 
     pub(super) fn is_connected(&self) -> bool {
@@ -41,7 +41,7 @@ impl Link {
 
     /// Takes every delivery that has arrived, without waiting for more.
     pub(super) fn take_ready(&mut self, arrivals: &mut Vec<Arrival>) {
-        while let Some(Some(message)) = self.inbox.next().now_or_never() {
+        while let Some(Some(message)) = self.replies.next().now_or_never() {
             arrivals.extend(arrival(message));
         }
     }

@@ -43,7 +43,7 @@ pub struct StartsAt {
 }
 
 /// Asks for stream and consumer on behalf of a command, which also notices a missing permission.
-pub async fn look_for_command(command: &CommandClient, names: &config::Consumer) -> Result<Snapshot, Error> {
+pub async fn look_for_command(command: &CommandClient, names: &config::ConsumerNames) -> Result<Snapshot, Error> {
     command.denials.answer(look(&command.client, &names.stream, &names.name)).await?
 }
 

@@ -42,7 +42,7 @@ impl Notices {
     }
 
     /// A binding, and what it follows.
-    pub(super) fn bound(&self, rebind: Rebind, snapshot: &Snapshot) {
+    pub(super) fn log_bind(&self, rebind: Rebind, snapshot: &Snapshot) {
         let (stream, consumer) = (&snapshot.stream.config.name, &snapshot.consumer.name);
         let (first_seq, last_seq) = (snapshot.stream.state.first_sequence, snapshot.stream.state.last_sequence);
         if rebind.is_recreated() {
@@ -88,7 +88,7 @@ impl Notices {
     }
 
     /// The server ends a pause by itself. So its beginning and its end are logged once each.
-    pub(super) fn pause(&mut self, consumer: &ConsumerInfo) {
+    pub(super) fn log_pause(&mut self, consumer: &ConsumerInfo) {
         if consumer.paused == self.paused {
             return;
         }
@@ -115,7 +115,7 @@ impl Notices {
     }
 
     /// Reports what happened to messages and sequences of the stream that was created at `stream_ns`.
-    pub(super) fn report(&mut self, notices: &[Notice], stream_ns: i64) {
+    pub(super) fn log_gaps(&mut self, notices: &[Notice], stream_ns: i64) {
         let metrics = &self.telemetry.metrics;
         for notice in notices {
             match *notice {

@@ -30,7 +30,7 @@ pub async fn to_subscribe(command: &CommandClient, config: &Config) -> Result<()
 ///
 /// # Errors
 /// [`Error::Denied`] without the permission.
-pub async fn to_pull(command: &CommandClient, names: &config::Consumer) -> Result<(), Error> {
+pub async fn to_pull(command: &CommandClient, names: &config::ConsumerNames) -> Result<(), Error> {
     const REFUSED: &str = r#"{"batch":1,"expires":1000000000,"idle_heartbeat":1000000000}"#;
     let subject = command.client.api(&format!("CONSUMER.MSG.NEXT.{}.{}", names.stream, names.name));
     let answer = command.denials.answer(command.client.request(subject, REFUSED.into())).await?;
@@ -43,7 +43,7 @@ pub async fn to_pull(command: &CommandClient, names: &config::Consumer) -> Resul
 ///
 /// # Errors
 /// [`Error::Denied`] without the permission.
-pub async fn to_acknowledge(command: &CommandClient, names: &config::Consumer) -> Result<(), Error> {
+pub async fn to_acknowledge(command: &CommandClient, names: &config::ConsumerNames) -> Result<(), Error> {
     let subject = format!("$JS.ACK.{}.{}.1.0.0.0.0", names.stream, names.name);
     let tried = async {
         command.client.publish(subject, "+WPI".into()).await.map_err(|_| Error::ClientDead)?;

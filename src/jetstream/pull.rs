@@ -21,7 +21,7 @@ const SILENCE_MAX: Duration = Duration::from_millis(2500);
 const GRACE: Duration = Duration::from_secs(2);
 /// Far more pulls than a server lets one consumer have.
 const OPEN_MAX: usize = 4096;
-/// Room for headers and protocol beside the largest payload, in the byte limit of a pull.
+/// Bytes for headers and protocol beside the largest payload, in the byte limit of a pull.
 pub(super) const HEADER_ROOM_BYTES: usize = 64 * 1024;
 
 /// What one pull asks for.
@@ -57,7 +57,7 @@ pub(super) struct Pulls {
     heartbeat: Heartbeat,
 }
 
-/// What a message in our inbox was.
+/// What a message of the subscription for replies was.
 pub(super) enum Received {
     Delivery(Arrival),
     Heartbeat,
@@ -124,17 +124,17 @@ impl Pulls {
         Ok(())
     }
 
-    /// The time before this call is not the server's silence: nobody read the inbox, or no pull was open.
+    /// The time before this call is not the server's silence: nobody read the replies, or no pull was open.
     pub(super) fn restart_silence(&mut self) {
         self.last_received = Instant::now();
     }
 
-    /// Reads one message of our inbox.
+    /// Reads one message of the subscription for replies.
     pub(super) fn receive(&mut self, message: Message) -> Result<Received, Trouble> {
         self.last_received = Instant::now();
         let Some(status) = message.status else {
             let Some(arrival) = arrival(message) else {
-                let cause = "a message that is not a delivery arrived in the inbox of the pulls";
+                let cause = "a message that is not a delivery arrived on the reply subject of the pulls";
                 return Err(Trouble::new(cause, Some(NatsErrorKind::Pull)));
             };
             self.outstanding = self.outstanding.saturating_sub(1);

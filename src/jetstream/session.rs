@@ -9,7 +9,7 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::Instant;
 
 use super::advisory::{self, Advisory};
-use super::consumer::Room;
+use super::consumer::Capacity;
 use super::error::{Error, Trouble};
 use super::gaps::Positions;
 use super::limits::Limits;
@@ -46,7 +46,7 @@ const ADVISED_AGAIN: Duration = Duration::from_secs(5);
 pub(super) struct Surroundings<'a> {
     pub(super) link: &'a mut Link,
     pub(super) config: &'a Arc<Config>,
-    pub(super) room: Room,
+    pub(super) capacity: Capacity,
     pub(super) info_every: Duration,
     pub(super) stash: &'a mut Vec<Arrival>,
     pub(super) advised: &'a mut Vec<Advisory>,
@@ -178,15 +178,15 @@ impl Session {
         Some(limits)
     }
 
-    /// Pulls if there is room, then waits for what comes first.
+    /// Pulls if there is capacity, then waits for what comes first.
     pub(super) async fn step(&mut self, around: &mut Surroundings<'_>) -> Result<Step, Trouble> {
         self.pull(around).await?;
         self.begin_fetch(around.advised);
         tokio::select! {
-            message = around.link.inbox.next() => {
+            message = around.link.replies.next() => {
                 self.take_in(message.ok_or_else(Trouble::client_dead)?, around.stash, around.positions)?;
                 while around.stash.len() < CHUNK_MAX
-                    && let Some(Some(message)) = around.link.inbox.next().now_or_never()
+                    && let Some(Some(message)) = around.link.replies.next().now_or_never()
                 {
                     self.take_in(message, around.stash, around.positions)?;
                 }
@@ -195,7 +195,7 @@ impl Session {
             seen = wait_for(&mut self.info) => {
                 self.info = None;
                 self.info_due = Instant::now() + around.info_every;
-                self.seen(seen?)
+                self.observe(seen?)
             }
             unreadable = wait_for(&mut self.scan) => {
                 self.scan = None;
@@ -217,7 +217,7 @@ impl Session {
         }
     }
 
-    /// Takes in one message of the inbox.
+    /// Takes in one message of the subscription for replies.
     pub(super) fn take_in(
         &mut self,
         message: Message,
@@ -247,12 +247,13 @@ impl Session {
         }
     }
 
-    /// Pulls what there is room for, if that is worth a request: half a window, or anything if no pull is open.
+    /// Pulls what there is capacity for, if that is worth a request: half a window, or anything if no pull is open.
     async fn pull(&mut self, around: &Surroundings<'_>) -> Result<(), Trouble> {
-        let (window, room, outstanding) = (around.config.batch.max_messages, around.room, self.pulls.outstanding());
-        let messages = room.messages.saturating_sub(outstanding).min(self.limits.max_batch.unwrap_or(usize::MAX));
+        let (window, capacity, outstanding) =
+            (around.config.batch.max_messages, around.capacity, self.pulls.outstanding());
+        let messages = capacity.messages.saturating_sub(outstanding).min(self.limits.max_batch.unwrap_or(usize::MAX));
         let is_worth_it = outstanding == 0 || messages >= window.div_ceil(2);
-        if messages == 0 || room.bytes == 0 || !is_worth_it || self.pull_due > Instant::now() {
+        if messages == 0 || capacity.bytes == 0 || !is_worth_it || self.pull_due > Instant::now() {
             return Ok(());
         }
         let heartbeat = std::mem::replace(&mut self.heartbeat, Heartbeat::On);
@@ -261,7 +262,7 @@ impl Session {
             Heartbeat::Off => BLIND_PULL_EXPIRES,
         };
         let expires = expires.min(self.limits.max_expires.unwrap_or(expires));
-        let bytes = room.bytes.max(self.pull_bytes_min).min(self.limits.max_bytes.unwrap_or(usize::MAX));
+        let bytes = capacity.bytes.max(self.pull_bytes_min).min(self.limits.max_bytes.unwrap_or(usize::MAX));
         self.pull_bytes = bytes;
         Ok(self.pulls.send(around.link, PullRequest { messages, bytes, expires, heartbeat }).await?)
     }
@@ -310,7 +311,7 @@ impl Session {
         }
     }
 
-    fn seen(&mut self, snapshot: Snapshot) -> Result<Step, Trouble> {
+    fn observe(&mut self, snapshot: Snapshot) -> Result<Step, Trouble> {
         if snapshot.incarnation() != self.incarnation {
             return Err(Error::Recreated.into());
         }

@@ -272,7 +272,8 @@ pub enum AnswerError {
 
 /// The message in the answer of the server; `None` if the stream has no such message.
 pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, AnswerError> {
-    let answer: Answer = serde_json::from_slice(answer).map_err(|error| AnswerError::Other(error.to_string()))?;
+    let answer: MessageAnswer =
+        serde_json::from_slice(answer).map_err(|error| AnswerError::Other(error.to_string()))?;
     match (answer.message, answer.error) {
         (Some(message), _) => message.decode().map(Some).map_err(|error| AnswerError::Other(error.to_string())),
         // Both are a 404, but only the first one is about the message.
@@ -284,7 +285,7 @@ pub fn read_answer(answer: &[u8]) -> Result<Option<Stored>, AnswerError> {
 }
 
 #[derive(Deserialize)]
-struct Answer {
+struct MessageAnswer {
     message: Option<Encoded>,
     error: Option<ApiError>,
 }

@@ -30,7 +30,7 @@ use crate::worker::retry::RetryPolicy;
 mod report;
 mod scope;
 
-use report::Report;
+use report::AuditReport;
 use scope::{AuditedStream, Scope};
 
 /// Chunks that were read and not looked up yet.
@@ -131,9 +131,9 @@ async fn audit(
     let from = args.from;
     let not_ours_through = record.as_ref().map_or(0, |record| record.not_ours_through);
     let scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
-    let mut report = Report::new(&found, &scope, args.format, out)?;
+    let mut report = AuditReport::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
-    let mut audit = Audit { next: scope.from, config, stream, scope, lookup, inbox, stop };
+    let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, inbox, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let is_repaired = ended.is_ok() && from.is_none() && report.summary.missing == report.summary.repaired;
     let closed = match audit.inbox.take() {
@@ -181,7 +181,7 @@ async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox,
     Ok(inbox)
 }
 
-struct Audit {
+struct AuditRun {
     config: Arc<Config>,
     stream: AuditedStream,
     scope: Scope,
@@ -193,13 +193,13 @@ struct Audit {
     next: u64,
 }
 
-impl Audit {
+impl AuditRun {
     /// Reads ahead on a task of its own, and looks up what was read.
     async fn walk<W: Write>(
         &mut self,
         found: &Snapshot,
         patience: Duration,
-        report: &mut Report<'_, W>,
+        report: &mut AuditReport<'_, W>,
     ) -> Result<(), AuditError> {
         if self.scope.is_empty() {
             return Ok(());
@@ -233,13 +233,17 @@ impl Audit {
         }
     }
 
-    async fn check<W: Write>(&mut self, chunk: Vec<Delivery>, report: &mut Report<'_, W>) -> Result<(), AuditError> {
+    async fn check<W: Write>(
+        &mut self,
+        chunk: Vec<Delivery>,
+        report: &mut AuditReport<'_, W>,
+    ) -> Result<(), AuditError> {
         let Some(last) = chunk.last().map(|delivery| delivery.raw.position.stream_seq) else { return Ok(()) };
         let known = self.lookup.known(&chunk.iter().collect::<Vec<_>>()).await;
         let known = known.map_err(|source| AuditError::Database { next: self.next, source })?;
         let mut missing = Vec::new();
         for (delivery, claim) in chunk.into_iter().zip(known) {
-            match self.scope.bounds.judge(&delivery, claim) {
+            match self.scope.bounds.verdict(&delivery, claim) {
                 Verdict::NotForTheConsumer => {}
                 Verdict::Processed => report.summary.processed += 1,
                 Verdict::DeadLetter => report.summary.dead_letters += 1,
@@ -276,7 +280,7 @@ impl Audit {
     async fn set_other_ids_apart<W: Write>(
         &mut self,
         missing: Vec<(Delivery, &'static str)>,
-        report: &mut Report<'_, W>,
+        report: &mut AuditReport<'_, W>,
     ) -> Result<Vec<(Delivery, &'static str)>, AuditError> {
         let deliveries: Vec<&Delivery> = missing.iter().map(|(delivery, _)| delivery).collect();
         let other_ids = self.lookup.other_ids(&deliveries).await;
@@ -295,7 +299,7 @@ impl Audit {
     async fn handle<W: Write>(
         &mut self,
         missing: Vec<(Delivery, &'static str)>,
-        report: &mut Report<'_, W>,
+        report: &mut AuditReport<'_, W>,
     ) -> Result<(), AuditError> {
         let Some(inbox) = &mut self.inbox else {
             for (delivery, why) in &missing {

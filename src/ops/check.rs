@@ -14,7 +14,7 @@ use crate::store::{self, Bind, OpenError, Presence, Reader};
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum CheckResult {
     Good,
     Failed,
     /// The server rejects the login, or a file of the login cannot be used.
@@ -22,8 +22,8 @@ pub enum Verdict {
 }
 
 /// Prints one line for each thing that was checked.
-pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
-    let mut report = Report { out, verdict: Verdict::Good };
+pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResult> {
+    let mut report = CheckReport { out, result: CheckResult::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     report.good("config", "every setting is valid")?;
     let mut view = None;
@@ -37,7 +37,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
             report.bad("connection", &chain(&error))?;
             report.bad("consumer", "not checked: no connection to the server")?;
             if error.is_about_settings() {
-                report.verdict = Verdict::LockedOut;
+                report.result = CheckResult::LockedOut;
             }
         }
     }
@@ -48,15 +48,15 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<Verdict> {
         Ok(None) => {}
         Err(error) => report.bad("pause", &chain(&error))?,
     }
-    Ok(report.verdict)
+    Ok(report.result)
 }
 
-struct Report<'a, W> {
+struct CheckReport<'a, W> {
     out: &'a mut W,
-    verdict: Verdict,
+    result: CheckResult,
 }
 
-impl<W: Write> Report<'_, W> {
+impl<W: Write> CheckReport<'_, W> {
     fn good(&mut self, what: &str, text: &str) -> io::Result<()> {
         writeln!(self.out, "ok    {what:<11} {text}")
     }
@@ -66,8 +66,8 @@ impl<W: Write> Report<'_, W> {
     }
 
     fn bad(&mut self, what: &str, text: &str) -> io::Result<()> {
-        if self.verdict == Verdict::Good {
-            self.verdict = Verdict::Failed;
+        if self.result == CheckResult::Good {
+            self.result = CheckResult::Failed;
         }
         writeln!(self.out, "FAIL  {what:<11} {text}")
     }

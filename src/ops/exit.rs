@@ -7,13 +7,13 @@ use std::process::ExitCode;
 use crate::ops::adopt::AdoptError;
 use crate::ops::audit::AuditError;
 use crate::ops::backup::BackupError;
-use crate::ops::check::Verdict;
+use crate::ops::check::CheckResult;
 use crate::ops::dead_letters::DeadLettersError;
 use crate::ops::healthcheck::HealthcheckError;
 use crate::ops::pause::PauseError;
 use crate::ops::publish::PublishError;
 use crate::ops::run::RunError;
-use crate::ops::setup::{Outcome, SetupError};
+use crate::ops::setup::{SetupError, SetupResult};
 use crate::store::OpenError;
 use crate::worker::shift::ShiftError;
 use crate::worker::worker::WorkerError;
@@ -52,22 +52,22 @@ impl From<bool> for Exit {
     }
 }
 
-impl From<Verdict> for Exit {
-    fn from(verdict: Verdict) -> Self {
-        match verdict {
-            Verdict::Good => Self::Done,
-            Verdict::Failed => Self::Failed,
-            Verdict::LockedOut => Self::Operator,
+impl From<CheckResult> for Exit {
+    fn from(result: CheckResult) -> Self {
+        match result {
+            CheckResult::Good => Self::Done,
+            CheckResult::Failed => Self::Failed,
+            CheckResult::LockedOut => Self::Operator,
         }
     }
 }
 
-impl From<Outcome> for Exit {
-    fn from(outcome: Outcome) -> Self {
-        match outcome {
-            Outcome::Good => Self::Done,
-            Outcome::Differs => Self::Failed,
-            Outcome::Refused => Self::Operator,
+impl From<SetupResult> for Exit {
+    fn from(result: SetupResult) -> Self {
+        match result {
+            SetupResult::Good => Self::Done,
+            SetupResult::Differs => Self::Failed,
+            SetupResult::Refused => Self::Operator,
         }
     }
 }
@@ -98,7 +98,7 @@ fn unwritten(error: &io::Error) -> Exit {
 impl CommandError for RunError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Bind(_) | Self::Files(_) => Exit::Operator,
+            Self::Listen(_) | Self::Files(_) => Exit::Operator,
             Self::Open(error) => error.exit(),
             Self::Shift(error) => error.exit(),
             Self::Signals(_) => Exit::Failed,

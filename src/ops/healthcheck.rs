@@ -117,7 +117,7 @@ mod tests {
     use crate::telemetry::status::Component;
 
     async fn daemon(health: Health) -> (SocketAddr, CancellationToken) {
-        let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let listener = http::listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();
         tokio::spawn(http::serve(listener, Arc::new(Metrics::new()), Arc::new(health), shutdown.clone()));
@@ -153,7 +153,7 @@ mod tests {
 
     #[tokio::test]
     async fn nobody_listening_fails_with_the_address() {
-        let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let listener = http::listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);
         let error = run(address).await.unwrap_err();
@@ -163,7 +163,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_port_that_never_answers_fails_in_time() {
-        let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let listener = http::listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let error = run(listener.local_addr().unwrap()).await.unwrap_err();
         assert!(matches!(error, HealthcheckError::Timeout { .. }), "{error}");
     }

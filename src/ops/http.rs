@@ -90,20 +90,20 @@ pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Hea
 }
 
 /// Takes the port, so that a port in use is known before anything else starts.
-pub async fn bind(listen: SocketAddr) -> Result<TcpListener, BindError> {
-    TcpListener::bind(listen).await.map_err(|source| BindError { listen, source })
+pub async fn listen(listen: SocketAddr) -> Result<TcpListener, ListenError> {
+    TcpListener::bind(listen).await.map_err(|source| ListenError { listen, source })
 }
 
 /// The port could not be taken.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {listen}, the value of http.listen")]
-pub struct BindError {
+pub struct ListenError {
     pub listen: SocketAddr,
     pub source: io::Error,
 }
 
 #[derive(Clone)]
-struct Facts {
+struct Served {
     metrics: Arc<Metrics>,
     health: Arc<Health>,
 }
@@ -115,10 +115,10 @@ fn router(metrics: Arc<Metrics>, health: Arc<Health>) -> Router {
         .route("/livez", get(livez))
         .route("/readyz", get(readyz))
         .route("/status", get(status))
-        .with_state(Facts { metrics, health })
+        .with_state(Served { metrics, health })
 }
 
-async fn metrics_text(State(Facts { metrics, health }): State<Facts>) -> Response {
+async fn metrics_text(State(Served { metrics, health }): State<Served>) -> Response {
     let rendered = tokio::task::spawn_blocking(move || {
         health.record(&metrics);
         metrics.render()
@@ -132,14 +132,14 @@ async fn metrics_text(State(Facts { metrics, health }): State<Facts>) -> Respons
     }
 }
 
-async fn livez(State(Facts { health, .. }): State<Facts>) -> Response {
+async fn livez(State(Served { health, .. }): State<Served>) -> Response {
     match health.is_live() {
         Ok(()) => "live\n".into_response(),
         Err(cause) => (StatusCode::SERVICE_UNAVAILABLE, format!("{cause}\n")).into_response(),
     }
 }
 
-async fn readyz(State(Facts { health, .. }): State<Facts>) -> Response {
+async fn readyz(State(Served { health, .. }): State<Served>) -> Response {
     let problems = health.problems();
     if problems.is_empty() {
         return "ready\n".into_response();
@@ -148,7 +148,7 @@ async fn readyz(State(Facts { health, .. }): State<Facts>) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, lines).into_response()
 }
 
-async fn status(State(Facts { health, .. }): State<Facts>) -> Response {
+async fn status(State(Served { health, .. }): State<Served>) -> Response {
     match serde_json::to_string(&health.status()) {
         Ok(json) => ([(CONTENT_TYPE, "application/json")], json + "\n").into_response(),
         Err(error) => {
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
     use crate::telemetry::status::Component;
 
-    struct Server {
+    struct TestServer {
         address: SocketAddr,
         health: Arc<Health>,
         shutdown: CancellationToken,
@@ -203,21 +203,21 @@ mod tests {
         _stop: DropGuard,
     }
 
-    async fn start() -> Server {
+    async fn start() -> TestServer {
         start_with(Health::new()).await
     }
 
-    async fn start_with(health: Health) -> Server {
-        let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+    async fn start_with(health: Health) -> TestServer {
+        let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         let health = Arc::new(health);
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(serve(listener, Arc::new(Metrics::new()), Arc::clone(&health), shutdown.clone()));
         let _stop = shutdown.clone().drop_guard();
-        Server { address, health, shutdown, task, _stop }
+        TestServer { address, health, shutdown, task, _stop }
     }
 
-    impl Server {
+    impl TestServer {
         async fn connect(&self) -> TcpStream {
             TcpStream::connect(self.address).await.unwrap()
         }
@@ -365,7 +365,7 @@ mod tests {
     #[tokio::test]
     async fn a_port_in_use_is_an_error_that_names_address_and_setting() {
         let server = start().await;
-        let error = bind(server.address).await.unwrap_err();
+        let error = listen(server.address).await.unwrap_err();
         assert_eq!(error.to_string(), format!("cannot listen on {}, the value of http.listen", server.address));
     }
 

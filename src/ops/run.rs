@@ -30,7 +30,7 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error(transparent)]
-    Bind(#[from] http::BindError),
+    Listen(#[from] http::ListenError),
     #[error(transparent)]
     Files(#[from] FileError),
     #[error("cannot listen for signals")]
@@ -55,10 +55,10 @@ pub async fn run(
     let telemetry = Arc::new(Telemetry::new());
     // Before anything is created: a missing secret is for the operator to put there.
     secrets::check(&config.nats).await?;
-    let listener = match http::bind(config.http.listen).await {
+    let listener = match http::listen(config.http.listen).await {
         Ok(listener) => listener,
         // Another daemon on this database has the port. Another port would not help.
-        Err(taken) => return Err(in_use(&config.database)?.map_or(RunError::Bind(taken), RunError::Open)),
+        Err(taken) => return Err(in_use(&config.database)?.map_or(RunError::Listen(taken), RunError::Open)),
     };
     tracing::info!(version = env!("CARGO_PKG_VERSION"), http = %config.http.listen, "starting");
 

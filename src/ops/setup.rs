@@ -82,7 +82,7 @@ enum Unset {
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum SetupResult {
     Good,
     /// What exists differs from what was asked for, and was left as it is.
     Differs,
@@ -120,7 +120,7 @@ pub enum SetupError {
 }
 
 /// Creates stream and consumer where they are missing. What exists is changed only on request.
-pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Result<Outcome, SetupError> {
+pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Result<SetupResult, SetupError> {
     let server = Server::connect(config).await?;
     let (stream_name, consumer_name) = (&config.consumer.stream, &config.consumer.name);
     let mut differs = false;
@@ -148,9 +148,9 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
     }
     let passes = report_findings(config, &server, &stream, out).await?;
     Ok(match (passes, differs) {
-        (false, _) => Outcome::Refused,
-        (true, true) => Outcome::Differs,
-        (true, false) => Outcome::Good,
+        (false, _) => SetupResult::Refused,
+        (true, true) => SetupResult::Differs,
+        (true, false) => SetupResult::Good,
     })
 }
 
@@ -262,7 +262,7 @@ pub(super) struct Server<'a> {
     /// The JetStream domain of the server, if no setting tells which domain is meant.
     domain: Option<String>,
     pub(super) denials: Denials,
-    pub(super) names: &'a config::Consumer,
+    pub(super) names: &'a config::ConsumerNames,
 }
 
 impl<'a> Server<'a> {

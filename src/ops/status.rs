@@ -47,7 +47,7 @@ impl StatusArgs {
 
 /// The facts that were available, and the problems that hid the others.
 #[derive(Clone, Debug, Serialize)]
-pub struct Status {
+pub struct StatusReport {
     consumer: String,
     ack_floor: Option<Sequences>,
     delivered: Option<Sequences>,
@@ -113,7 +113,7 @@ pub struct Observer<'a> {
 }
 
 impl Observer<'_> {
-    pub async fn learn(&mut self) -> Status {
+    pub async fn learn(&mut self) -> StatusReport {
         let config = self.config;
         let (found, counts, daemon) = tokio::join!(self.server(), counts(&config.database), daemon(config.http.listen));
         let mut problems = Vec::new();
@@ -151,7 +151,7 @@ impl Observer<'_> {
         let counted = daemon.as_ref().map(|daemon| daemon.other_pulls);
         let warnings =
             other_pulls::warning_of_a_command(&config.consumer.name, num_waiting, counted).into_iter().collect();
-        Status { pause, daemon, warnings, ..Status::new(config, found, counts, problems) }
+        StatusReport { pause, daemon, warnings, ..StatusReport::new(config, found, counts, problems) }
     }
 
     async fn server(&mut self) -> Result<Snapshot, String> {
@@ -197,7 +197,7 @@ async fn counts(database: &Database) -> Result<Counts, OpenError> {
     counts.map_err(|source| OpenError::database(database, source))
 }
 
-impl Status {
+impl StatusReport {
     fn new(config: &Config, found: Option<Snapshot>, counts: Option<Counts>, problems: Vec<String>) -> Self {
         let consumer = found.as_ref().map(|found| &found.consumer);
         let stream = found.as_ref().map(|found| &found.stream.state);

@@ -57,7 +57,7 @@ pub enum Unbound {
 }
 
 impl Bind {
-    pub fn of(names: &config::Consumer, view: &ConsumerView) -> Self {
+    pub fn of(names: &config::ConsumerNames, view: &ConsumerView) -> Self {
         Self {
             stream: names.stream.clone(),
             consumer: names.name.clone(),

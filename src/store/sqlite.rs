@@ -165,7 +165,7 @@ impl Store {
     }
 
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
-        self.abandon().await;
+        self.roll_back().await;
         self.require_same_file()?;
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
@@ -191,13 +191,13 @@ impl Store {
         Ok(tx)
     }
 
-    pub async fn give_up(&mut self, error: &Error) {
+    pub async fn roll_back_after(&mut self, error: &Error) {
         self.faulted |= error.may_have_written();
-        self.abandon().await;
+        self.roll_back().await;
     }
 
     /// Ends a transaction that did not end in a clean commit, together with its connection.
-    pub async fn abandon(&mut self) {
+    pub async fn roll_back(&mut self) {
         if !self.clean
             && let Some(suspect) = self.connection.take()
         {

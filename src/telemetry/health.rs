@@ -92,7 +92,7 @@ impl Health {
             let floor = |view: &ConsumerView| view.ack_floor_consumer_seq;
             if facts.consumer.as_ref().map(floor) != Some(floor(&view)) {
                 // Another client acknowledges, if not this worker.
-                facts.away.progressed();
+                facts.elsewhere.progressed();
             }
             facts.consumer = Some(view);
         });
@@ -105,7 +105,7 @@ impl Health {
 
     /// How long a delivery may be away, with another worker or lost, before the server redelivers it.
     pub fn set_redelivery(&self, longest: Duration) {
-        self.update(|facts| facts.away_patience = STALL + longest);
+        self.update(|facts| facts.elsewhere_patience = STALL + longest);
     }
 
     /// How many deliveries are received and not acknowledged yet.
@@ -243,8 +243,8 @@ impl Health {
         change(&mut facts);
         let (has_work, hindered) = (facts.has_work(), facts.is_hindered());
         facts.stall.observe(has_work, hindered, now);
-        let is_away = facts.is_away();
-        facts.away.observe(is_away, hindered, now);
+        let is_elsewhere = facts.is_elsewhere();
+        facts.elsewhere.observe(is_elsewhere, hindered, now);
     }
 
     fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -285,8 +285,8 @@ struct Facts {
     last_commit_at: Option<SystemTime>,
     counts: Option<Counts>,
     stall: StallClock,
-    away: StallClock,
-    away_patience: Duration,
+    elsewhere: StallClock,
+    elsewhere_patience: Duration,
 }
 
 impl Facts {
@@ -313,8 +313,8 @@ impl Facts {
             last_commit_at: None,
             counts: None,
             stall: StallClock::starting(now),
-            away: StallClock::starting(now),
-            away_patience: STALL,
+            elsewhere: StallClock::starting(now),
+            elsewhere_patience: STALL,
         }
     }
 
@@ -357,12 +357,12 @@ impl Facts {
             };
             return Some(cause);
         }
-        let away = self.away.stalled_for(now);
-        (away > self.away_patience).then(|| {
+        let elsewhere = self.elsewhere.stalled_for(now);
+        (elsewhere > self.elsewhere_patience).then(|| {
             let out = self.consumer.as_ref().map_or(0, |view| view.num_ack_pending);
             format!(
                 "{out} deliveries are unacknowledged but not held by this daemon, and none was redelivered or acknowledged for {} s; look for another client on this consumer",
-                away.as_secs()
+                elsewhere.as_secs()
             )
         })
     }
@@ -376,19 +376,19 @@ impl Facts {
             counts.dead_letters += commit.dead_lettered;
         }
         self.stall.progressed();
-        self.away.progressed();
+        self.elsewhere.progressed();
     }
 
     /// Deliveries that the server waits for and that are not held here are no work of ours: the server redelivers them after
-    /// `ack_wait` or a nak's delay. See [`Facts::is_away`] for when it does not.
+    /// `ack_wait` or a nak's delay. See [`Facts::is_elsewhere`] for when it does not.
     fn has_work(&self) -> bool {
         self.held > 0 || self.consumer.as_ref().is_some_and(|view| view.num_pending > 0)
     }
 
     /// All that is left to do is with another client, or lost on the way.
-    fn is_away(&self) -> bool {
-        let away = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending > self.parked as u64;
-        self.held == 0 && self.consumer.as_ref().is_some_and(away)
+    fn is_elsewhere(&self) -> bool {
+        let elsewhere = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending > self.parked as u64;
+        self.held == 0 && self.consumer.as_ref().is_some_and(elsewhere)
     }
 
     fn is_hindered(&self) -> bool {

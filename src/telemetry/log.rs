@@ -141,7 +141,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 const PIECE_BYTES: usize = 4096;
 
 static DROPPED_LINES: AtomicU64 = AtomicU64::new(0);
-static READER: Mutex<Reader> = Mutex::new(Reader { reads: true, cut: false });
+static STDERR: Mutex<StderrState> = Mutex::new(StderrState { reads: true, cut: false });
 
 /// How many lines nobody got to read, because stderr was full or failed.
 pub fn dropped_lines() -> u64 {
@@ -149,7 +149,7 @@ pub fn dropped_lines() -> u64 {
 }
 
 /// What we know of whoever reads stderr.
-struct Reader {
+struct StderrState {
     reads: bool,
     /// The last line was dropped in its middle.
     cut: bool,
@@ -161,7 +161,7 @@ struct Stderr;
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         // Held over the whole line: room that one thread was promised must not be filled by another.
-        let mut reader = READER.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reader = STDERR.lock().unwrap_or_else(PoisonError::into_inner);
         let written = reader.write(line);
         if written.is_err() {
             DROPPED_LINES.fetch_add(1, Ordering::Relaxed);
@@ -174,7 +174,7 @@ impl Write for Stderr {
     }
 }
 
-impl Reader {
+impl StderrState {
     fn write(&mut self, line: &[u8]) -> io::Result<()> {
         let mut stderr = io::stderr().lock();
         if self.cut {

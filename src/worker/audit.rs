@@ -48,7 +48,7 @@ pub struct Audit {
 }
 
 /// What came of the task of a pass.
-pub type Ended = Result<Result<Passed, PassError>, JoinError>;
+pub type PassResult = Result<Result<Passed, PassError>, JoinError>;
 
 impl Audit {
     pub fn new(every: Option<Duration>) -> Self {
@@ -141,7 +141,7 @@ impl Audit {
     }
 
     /// Draws the conclusions from a pass. Whether there is a mark to store.
-    pub fn ended(&mut self, ended: Ended, stream_ns: i64, telemetry: &Telemetry) -> bool {
+    pub fn ended(&mut self, ended: PassResult, stream_ns: i64, telemetry: &Telemetry) -> bool {
         self.running = None;
         let passed = match ended {
             Ok(Ok(passed)) => passed,

@@ -21,7 +21,7 @@ use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::RetryPolicy;
 use budget::Budget;
 pub use single::Publishing;
-use single::{Judge, Run, Single, dead, defective, failed, guarded, judged, single};
+use single::{Rules, Run, Single, dead, defective, failed, guarded, of_known, single};
 use sort::{Blamed, Kind, Sorted, sort};
 
 mod budget;
@@ -61,15 +61,15 @@ impl Inbox {
 
     /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
     ///
-    /// When it returns outcomes, they are durable. `hurry` makes a pass over single messages stop early.
+    /// When it returns outcomes, they are durable. `draining` makes a pass over single messages stop early.
     ///
     /// # Errors
     /// When the database failed in a way that no message is to blame for. Then nothing is known to be durable.
-    pub async fn process(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    pub async fn process(&mut self, batch: &[Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         self.away = None;
-        let outcomes = self.run(batch, hurry).await;
+        let outcomes = self.run(batch, draining).await;
         if let Err(error) = &outcomes {
-            self.store.give_up(error).await;
+            self.store.roll_back_after(error).await;
         }
         outcomes
     }
@@ -85,7 +85,7 @@ impl Inbox {
             let ended = self.end(&id).await;
             if let Err(error) = ended {
                 tracing::warn!(message_id = %id, error = %chain(&error), "cannot delete the recorded start of a run; it counts as one crash of this message");
-                self.store.give_up(&error).await;
+                self.store.roll_back_after(&error).await;
             }
         }
         self.store.close().await
@@ -97,14 +97,14 @@ impl Inbox {
         tx.commit().await
     }
 
-    async fn run(&mut self, batch: &[Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn run(&mut self, batch: &[Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         let all: Vec<&Delivery> = batch.iter().collect();
         if self.handler.concurrency() == 0 {
-            return self.apply(&all, hurry).await;
+            return self.apply(&all, draining).await;
         }
         let mut outcomes = vec![None; batch.len()];
         let mut ready = Vec::with_capacity(batch.len());
-        for (index, called) in self.call(&all, hurry).await?.into_iter().enumerate() {
+        for (index, called) in self.call(&all, draining).await?.into_iter().enumerate() {
             match called {
                 Called::Ready => ready.push(index),
                 Called::Left => {}
@@ -114,7 +114,7 @@ impl Inbox {
             }
         }
         let answered: Vec<&Delivery> = ready.iter().map(|&index| all[index]).collect();
-        for (index, outcome) in ready.into_iter().zip(self.apply(&answered, hurry).await?) {
+        for (index, outcome) in ready.into_iter().zip(self.apply(&answered, draining).await?) {
             outcomes[index] = outcome;
         }
         self.calls
@@ -123,20 +123,20 @@ impl Inbox {
     }
 
     /// Runs the calls that the batch needs, outside any transaction. Known ids need none.
-    async fn call(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Vec<Called>, Error> {
+    async fn call(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Vec<Called>, Error> {
         let mut tx = self.store.begin().await?;
         let known = tx.known(batch).await?;
         tx.commit().await?;
-        let budget = Budget::new(hurry);
+        let budget = Budget::new(draining);
         let (called, away) = self.calls.run(self.handler.as_ref(), batch, &known, || budget.is_spent()).await;
         self.away = away;
         Ok(called)
     }
 
     /// Claims and applies: all together; without those that the handler blames; message by message.
-    async fn apply(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
+    async fn apply(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         if batch.iter().any(|delivery| is_suspect(delivery)) {
-            return self.suspects(batch, hurry).await;
+            return self.suspects(batch, draining).await;
         }
         let mut outcomes = vec![None; batch.len()];
         let mut rest: Vec<usize> = (0..batch.len()).collect();
@@ -169,7 +169,7 @@ impl Inbox {
             }
         }
         let singles: Vec<&Delivery> = rest.iter().map(|&index| batch[index]).collect();
-        for (index, outcome) in rest.into_iter().zip(self.one_by_one(&singles, hurry).await?) {
+        for (index, outcome) in rest.into_iter().zip(self.one_by_one(&singles, draining).await?) {
             outcomes[index] = outcome;
         }
         Ok(outcomes)
@@ -198,7 +198,7 @@ impl Inbox {
                     | Outcome::DeadLettered { .. }) => same.clone(),
                 },
                 Kind::First => match claims.next() {
-                    Some(Claim::Processed(digest)) => judged(&mut tx, delivery, digest, self.on_conflict).await?,
+                    Some(Claim::Processed(digest)) => of_known(&mut tx, delivery, digest, self.on_conflict).await?,
                     Some(Claim::Dead) => Outcome::Duplicate,
                     Some(Claim::New) | None => {
                         new.push(index);
@@ -218,22 +218,22 @@ impl Inbox {
     }
 
     /// The same for a batch in which something failed: each message in its savepoint, one commit.
-    async fn one_by_one(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        match self.in_savepoints(batch, hurry).await {
+    async fn one_by_one(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
+        match self.in_savepoints(batch, draining).await {
             // The database refused at the commit what one of them did, for example a deferred foreign key. Only a separate
             // commit for each message shows which one.
-            Err(error) if error.is_about_data() => self.in_transactions(batch, hurry).await,
+            Err(error) if error.is_about_data() => self.in_transactions(batch, draining).await,
             ended => ended,
         }
     }
 
-    async fn in_savepoints(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        let (judge, handler) = (self.judge(), self.handler.clone());
-        let budget = Budget::new(hurry);
+    async fn in_savepoints(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
+        let (rules, handler) = (self.rules(), self.handler.clone());
+        let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
         let mut tx = self.store.begin().await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            match single(&mut tx, handler.as_ref(), self.calls.order(delivery), judge, Run::InBatch).await? {
+            match single(&mut tx, handler.as_ref(), self.calls.order(delivery), rules, Run::InBatch).await? {
                 Single::Decided(decided) => *outcome = Some(decided),
                 Single::Away(cause) => {
                     self.away = Some(cause);
@@ -248,8 +248,8 @@ impl Inbox {
         Ok(outcomes)
     }
 
-    async fn in_transactions(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        let budget = Budget::new(hurry);
+    async fn in_transactions(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
+        let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
             *outcome = self.transaction(delivery, Run::InBatch).await?;
@@ -262,9 +262,9 @@ impl Inbox {
 
     /// One message, one commit; a commit that is refused for what the message did is the message's failure.
     async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Option<Outcome>, Error> {
-        let (judge, handler) = (self.judge(), self.handler.clone());
+        let (rules, handler) = (self.rules(), self.handler.clone());
         let mut tx = self.store.begin().await?;
-        let outcome = match single(&mut tx, handler.as_ref(), self.calls.order(delivery), judge, run).await? {
+        let outcome = match single(&mut tx, handler.as_ref(), self.calls.order(delivery), rules, run).await? {
             Single::Decided(outcome) => Some(outcome),
             Single::Away(cause) => {
                 self.away = Some(cause);
@@ -280,15 +280,15 @@ impl Inbox {
 
     /// Commits the outcome of a failure whose transaction is undone already.
     async fn blame(&mut self, delivery: &Delivery, failure: Failure, run: Run) -> Result<Outcome, Error> {
-        let judge = self.judge();
+        let rules = self.rules();
         let mut tx = self.store.begin().await?;
-        let outcome = failed(&mut tx, delivery, failure, judge, run, now_ns()).await?;
+        let outcome = failed(&mut tx, delivery, failure, rules, run, now_ns()).await?;
         tx.commit().await?;
         Ok(outcome)
     }
 
-    fn judge(&self) -> Judge {
-        Judge {
+    fn rules(&self) -> Rules {
+        Rules {
             retry: self.retry,
             on_conflict: self.on_conflict,
             max_deliver: self.max_deliver,
@@ -296,10 +296,10 @@ impl Inbox {
         }
     }
 
-    /// Messages that may be killing the process: what is known already is settled at once, the others run alone.
-    async fn suspects(&mut self, batch: &[&Delivery], hurry: &CancellationToken) -> Result<Outcomes, Error> {
-        let budget = Budget::new(hurry);
-        let mut outcomes: Outcomes = self.settle_known(batch).await?;
+    /// Messages that may be killing the process: what is known already is decided first, the others run alone.
+    async fn suspects(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
+        let budget = Budget::new(draining);
+        let mut outcomes: Outcomes = self.decide_known(batch).await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
             *outcome = self.alone(delivery).await?;
             if budget.is_spent() || self.away.is_some() {
@@ -311,7 +311,7 @@ impl Inbox {
 
     /// Decides duplicates and conflicts. They need no run of the handler, and after a crash of the server most redelivered messages
     /// are duplicates.
-    async fn settle_known(&mut self, batch: &[&Delivery]) -> Result<Outcomes, Error> {
+    async fn decide_known(&mut self, batch: &[&Delivery]) -> Result<Outcomes, Error> {
         let now_ns = now_ns();
         let on_conflict = self.on_conflict;
         let mut tx = self.store.begin().await?;
@@ -321,7 +321,7 @@ impl Inbox {
             let mut outcome = match known {
                 Claim::New => None,
                 Claim::Dead => Some(Outcome::Duplicate),
-                Claim::Processed(digest) => Some(judged(&mut tx, delivery, digest, on_conflict).await?),
+                Claim::Processed(digest) => Some(of_known(&mut tx, delivery, digest, on_conflict).await?),
             };
             if let Some(outcome) = &mut outcome {
                 tx.record(&mut [(delivery, outcome)], now_ns).await?;

@@ -30,7 +30,7 @@ pub enum Verdict {
 }
 
 impl Bounds {
-    pub fn judge(&self, delivery: &Delivery, claim: Claim) -> Verdict {
+    pub fn verdict(&self, delivery: &Delivery, claim: Claim) -> Verdict {
         let position = delivery.raw.position;
         let why = match claim {
             _ if position.published_ns < self.start_ns => return Verdict::NotForTheConsumer,
@@ -79,15 +79,15 @@ mod tests {
         let undetermined = |verdict| matches!(verdict, Verdict::Undetermined(_));
 
         let fresh = delivery(6, 30);
-        assert_eq!(bounds.judge(&delivery(6, 9), Claim::New), Verdict::NotForTheConsumer);
-        assert_eq!(bounds.judge(&fresh, same(&fresh)), Verdict::Processed);
-        assert_eq!(bounds.judge(&fresh, Claim::Dead), Verdict::DeadLetter);
-        assert_eq!(bounds.judge(&marker, Claim::New), Verdict::NotForTheConsumer);
-        assert!(missing(bounds.judge(&fresh, Claim::New)));
-        assert!(missing(bounds.judge(&fresh, other)));
-        assert_eq!(lenient.judge(&fresh, other), Verdict::Processed);
-        assert!(undetermined(bounds.judge(&delivery(6, 19), Claim::New)), "its id may be pruned");
-        assert!(undetermined(bounds.judge(&delivery(5, 30), Claim::New)), "passed under another filter");
-        assert!(undetermined(bounds.judge(&delivery(5, 30), other)));
+        assert_eq!(bounds.verdict(&delivery(6, 9), Claim::New), Verdict::NotForTheConsumer);
+        assert_eq!(bounds.verdict(&fresh, same(&fresh)), Verdict::Processed);
+        assert_eq!(bounds.verdict(&fresh, Claim::Dead), Verdict::DeadLetter);
+        assert_eq!(bounds.verdict(&marker, Claim::New), Verdict::NotForTheConsumer);
+        assert!(missing(bounds.verdict(&fresh, Claim::New)));
+        assert!(missing(bounds.verdict(&fresh, other)));
+        assert_eq!(lenient.verdict(&fresh, other), Verdict::Processed);
+        assert!(undetermined(bounds.verdict(&delivery(6, 19), Claim::New)), "its id may be pruned");
+        assert!(undetermined(bounds.verdict(&delivery(5, 30), Claim::New)), "passed under another filter");
+        assert!(undetermined(bounds.verdict(&delivery(5, 30), other)));
     }
 }

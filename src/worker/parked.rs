@@ -64,7 +64,7 @@ impl Parked {
 
     /// Takes a new look at the consumer: the stream may have removed messages, another client may have them, and they may fill
     /// `max_ack_pending`.
-    pub fn seen(&mut self, view: &ConsumerView, limits: Option<&Limits>, stream_ns: i64, telemetry: &Telemetry) {
+    pub fn observe(&mut self, view: &ConsumerView, limits: Option<&Limits>, stream_ns: i64, telemetry: &Telemetry) {
         let mut removed = Ranges::default();
         self.due.keys().filter(|seq| **seq < view.stream_first_seq).for_each(|seq| removed.add(*seq));
         self.due.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);

@@ -5,7 +5,7 @@ use crate::model::label::Label;
 use crate::model::outcome::Outcome;
 
 /// One line for each message that did not simply succeed. Never its payload.
-pub fn report(delivery: &Delivery, outcome: &Outcome) {
+pub fn log_outcome(delivery: &Delivery, outcome: &Outcome) {
     let (id, position) = (&delivery.id, delivery.raw.position);
     let (stream_seq, delivered) = (position.stream_seq, position.delivered);
     let subject = &delivery.raw.subject;

@@ -23,9 +23,9 @@ pub struct RetryPolicy {
 
 /// What a failure leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum NextStep {
     Again(Duration),
-    Bury(Reason),
+    DeadLetter(Reason),
 }
 
 impl From<&config::Retry> for RetryPolicy {
@@ -37,14 +37,14 @@ impl From<&config::Retry> for RetryPolicy {
 
 impl RetryPolicy {
     /// Decides after the `failed`th failed run. `last_delivery`: the server will not deliver the message again.
-    pub fn verdict(&self, failure: &Failure, failed: u32, last_delivery: bool) -> Verdict {
+    pub fn next_step(&self, failure: &Failure, failed: u32, last_delivery: bool) -> NextStep {
         match failure {
             // A failure that no message caused never comes here.
-            Failure::Permanent(_) | Failure::Store(_) | Failure::Away(_) => Verdict::Bury(Reason::Permanent),
-            Failure::At { failure, .. } => self.verdict(failure, failed, last_delivery),
-            Failure::Retry(_) if failed >= self.max_attempts => Verdict::Bury(Reason::AttemptsExhausted),
-            Failure::Retry(_) if last_delivery => Verdict::Bury(Reason::LastDelivery),
-            Failure::Retry(_) => Verdict::Again(self.delay(failed)),
+            Failure::Permanent(_) | Failure::Store(_) | Failure::Away(_) => NextStep::DeadLetter(Reason::Permanent),
+            Failure::At { failure, .. } => self.next_step(failure, failed, last_delivery),
+            Failure::Retry(_) if failed >= self.max_attempts => NextStep::DeadLetter(Reason::AttemptsExhausted),
+            Failure::Retry(_) if last_delivery => NextStep::DeadLetter(Reason::LastDelivery),
+            Failure::Retry(_) => NextStep::Again(self.delay(failed)),
         }
     }
 
@@ -118,15 +118,15 @@ mod tests {
 
     #[test]
     fn the_last_attempt_and_the_last_delivery_end_in_a_dead_letter() {
-        assert_eq!(POLICY.verdict(&retry(), 4, false), Verdict::Again(Duration::from_secs(5)));
-        assert_eq!(POLICY.verdict(&retry(), 5, false), Verdict::Bury(Reason::AttemptsExhausted));
-        assert_eq!(POLICY.verdict(&retry(), 1, true), Verdict::Bury(Reason::LastDelivery));
+        assert_eq!(POLICY.next_step(&retry(), 4, false), NextStep::Again(Duration::from_secs(5)));
+        assert_eq!(POLICY.next_step(&retry(), 5, false), NextStep::DeadLetter(Reason::AttemptsExhausted));
+        assert_eq!(POLICY.next_step(&retry(), 1, true), NextStep::DeadLetter(Reason::LastDelivery));
     }
 
     #[test]
     fn a_permanent_failure_is_buried_at_once() {
         let failure = Failure::Permanent("unknown product".into());
-        assert_eq!(POLICY.verdict(&failure, 1, false), Verdict::Bury(Reason::Permanent));
+        assert_eq!(POLICY.next_step(&failure, 1, false), NextStep::DeadLetter(Reason::Permanent));
     }
 
     prop_compose! {
@@ -167,8 +167,8 @@ mod tests {
 
         #[test]
         fn a_message_has_all_its_attempts_and_no_more(policy in policies(), last_delivery in any::<bool>()) {
-            let verdicts = (1..).map(|failed| policy.verdict(&retry(), failed, last_delivery));
-            let again = verdicts.take_while(|verdict| matches!(verdict, Verdict::Again(_))).count();
+            let steps = (1..).map(|failed| policy.next_step(&retry(), failed, last_delivery));
+            let again = steps.take_while(|step| matches!(step, NextStep::Again(_))).count();
             prop_assert_eq!(again, if last_delivery { 0 } else { policy.max_attempts as usize - 1 });
         }
     }

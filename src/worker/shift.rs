@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Database};
 use crate::handler::Handler;
-use crate::jetstream::consumer::{Consumer, Event, Room};
+use crate::jetstream::consumer::{Capacity, Consumer, Event};
 use crate::model::text::chain;
 use crate::store::{self, Counts, OpenError, Pause, Store};
 use crate::telemetry::status::Component;
@@ -134,7 +134,7 @@ async fn sit_out_pause(
                     }
                 }
             },
-            event = consumer.next(Room { messages: 0, bytes: 0 }), if !refused => match event {
+            event = consumer.next(Capacity { messages: 0, bytes: 0 }), if !refused => match event {
                 // The operator may correct the consumer during the pause as well. It matters at the end of the pause.
                 Event::Refused(error) => {
                     tracing::warn!(error = %chain(&error), "the daemon will refuse this consumer when the pause ends");

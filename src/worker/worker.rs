@@ -14,20 +14,20 @@ use tokio::task::JoinError;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
+use super::acceptance::Acceptance;
 use super::audit::Audit;
-use super::bound::Bound;
 use super::held::Held;
 use super::outage::Outages;
 use super::parked::Parked;
 use super::relay::Relay;
-use super::report::report;
+use super::report::log_outcome;
 use super::retention;
 use super::waiting::Waiting;
 use super::writer::{Done, PRUNE_STEP, Upkept, Work, Writer, upkeep};
 use crate::config::Config;
 use crate::handler::Handler;
 use crate::jetstream;
-use crate::jetstream::consumer::{Consumer, Event, Limits, Receipt, Room};
+use crate::jetstream::consumer::{Capacity, Consumer, Event, Limits, Receipt};
 use crate::model::delivery::{Arrival, Delivery, Reply};
 use crate::model::id::IdScheme;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
@@ -105,9 +105,9 @@ pub struct Worker {
     writer: Writer,
     outages: Outages,
     relay: Relay,
-    bound: Bound,
+    acceptance: Acceptance,
     /// Makes the running job stop at the next message. Cancelled when the drain begins.
-    hurry: CancellationToken,
+    draining: CancellationToken,
     /// Ends the running job at once, undone. Cancelled at the drain's deadline.
     cut: CancellationToken,
     tick: Interval,
@@ -144,8 +144,8 @@ impl Worker {
             writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
             outages: Outages::default(),
             relay: Relay::default(),
-            bound: Bound::default(),
-            hurry: CancellationToken::new(),
+            acceptance: Acceptance::default(),
+            draining: CancellationToken::new(),
             cut: CancellationToken::new(),
             tick: ticks(TICK_MAX),
             upkeep_due: Instant::now(),
@@ -181,7 +181,7 @@ impl Worker {
     ) -> Result<Ended, WorkerError> {
         loop {
             self.start_job();
-            let room = self.room();
+            let capacity = self.capacity();
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(Ended::Done),
@@ -190,13 +190,13 @@ impl Worker {
                 Some(ended) = OptionFuture::from(self.audit.running()) => self.audited(ended),
                 Some(ended) = OptionFuture::from(self.relay.running()) => self.relay.ended(ended, &self.telemetry),
                 _ = self.tick.tick() => self.keep_alive().await,
-                event = self.consumer.next(room) => match event {
+                event = self.consumer.next(capacity) => match event {
                     Event::Deliveries(arrivals) => self.receive(arrivals),
                     Event::GivenUp(arrivals) => self.receive_given_up(arrivals),
-                    Event::Seen { view, edited } => self.seen(view, edited),
+                    Event::Seen { view, edited } => self.observe(view, edited),
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
                     Event::Bound { limits, stream_created_ns, former, view } => {
-                        self.bound(limits, stream_created_ns, former, view);
+                        self.after_bind(limits, stream_created_ns, former, view);
                     }
                 },
             }
@@ -207,12 +207,12 @@ impl Worker {
     }
 
     /// How much may be requested from the server: nothing while the database or the handler cannot work.
-    fn room(&self) -> Room {
-        if self.outages.retry_at().is_some() || !self.bound.is_accepted() || self.relay.is_full() {
-            return Room { messages: 0, bytes: 0 };
+    fn capacity(&self) -> Capacity {
+        if self.outages.retry_at().is_some() || !self.acceptance.is_accepted() || self.relay.is_full() {
+            return Capacity { messages: 0, bytes: 0 };
         }
         let batch = &self.config.batch;
-        Room {
+        Capacity {
             messages: batch.max_messages.saturating_sub(self.waiting.messages()),
             bytes: batch.max_bytes.saturating_sub(self.waiting.bytes()),
         }
@@ -239,17 +239,17 @@ impl Worker {
             return;
         }
         let Some(mut inbox) = self.writer.take() else { return };
-        if let Some(bind) = self.bound.due() {
+        if let Some(bind) = self.acceptance.due() {
             self.writer = Writer::Busy(tokio::spawn(async move {
                 let result = inbox.store().bind(&bind).await;
                 if let Err(error) = &result {
-                    inbox.store().give_up(error).await;
+                    inbox.store().roll_back_after(error).await;
                 }
                 Done { inbox, work: Work::Bind { bind, result } }
             }));
             return;
         }
-        if !self.bound.is_accepted() {
+        if !self.acceptance.is_accepted() {
             self.writer = Writer::Free(inbox);
             return;
         }
@@ -261,10 +261,10 @@ impl Worker {
         self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
             inbox.publishing.max_payload = self.consumer.publisher().map(|publisher| publisher.max_payload());
-            let (hurry, cut) = (self.hurry.clone(), self.cut.clone());
+            let (draining, cut) = (self.draining.clone(), self.cut.clone());
             Writer::Busy(tokio::spawn(async move {
                 let began = Instant::now();
-                let processed = cut.run_until_cancelled(inbox.process(&batch, &hurry)).await;
+                let processed = cut.run_until_cancelled(inbox.process(&batch, &draining)).await;
                 let result = processed.unwrap_or_else(|| Ok(vec![None; batch.len()]));
                 Done { inbox, work: Work::Batch { batch, took: began.elapsed(), result } }
             }))
@@ -310,7 +310,7 @@ impl Worker {
             }
             Work::Bind { bind, result: Ok(answer) } => {
                 self.outages.database_works(&self.telemetry);
-                self.bound.answered(&bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
+                self.acceptance.take_answer(&bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
                 if let Some(view) = self.view.clone() {
                     self.audit(&view);
                 }
@@ -333,7 +333,7 @@ impl Worker {
         let decisions = || batch.iter().zip(&outcomes);
         self.waiting.put_back(decisions().filter(|(_, outcome)| outcome.is_none()).map(|(it, _)| it.clone()).collect());
         // While draining, only `drain` starts jobs.
-        let draining = self.hurry.is_cancelled();
+        let draining = self.draining.is_cancelled();
         if !draining {
             // The next batch starts before anything else follows from this one: the database must not wait.
             self.start_job();
@@ -350,7 +350,7 @@ impl Worker {
                 let (subject, stream_seq) = (&delivery.raw.subject, delivery.raw.position.stream_seq);
                 tracing::info!(%subject, stream_seq, "ignored {}; more of its kind are only counted", why.name());
             }
-            report(delivery, &outcome);
+            log_outcome(delivery, &outcome);
             if let Some((reply, accounts_from)) = self.held.answer(delivery.raw.position) {
                 if outcome.is_final() {
                     self.audit.decided(accounts_from, delivery.raw.position);

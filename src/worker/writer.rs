@@ -83,7 +83,7 @@ pub async fn upkeep(store: &mut Store, prunable: Prunable, mark: Option<AuditMar
     match upkept.await {
         Ok((pruned, counts)) => Ok(Upkept { pruned, counts, mark }),
         Err(error) => {
-            store.give_up(&error).await;
+            store.roll_back_after(&error).await;
             Err(error)
         }
     }

@@ -10,7 +10,7 @@ use order_processor::telemetry::status::Component;
 
 use crate::auth;
 use crate::support::{DaemonSpec, NatsServer};
-use session::{Session, Step, steps};
+use session::{ConsoleSession, Step, steps};
 
 mod session;
 
@@ -126,7 +126,7 @@ async fn each_console_block_prints_what_its_page_shows() {
 
 /// Types the blocks of one page, and returns what was not as shown.
 fn play(page: &Page, steps: &[Step], server: &NatsServer) -> Vec<String> {
-    let mut session = Session::new(server.address());
+    let mut session = ConsoleSession::new(server.address());
     let mut complaints = Vec::new();
     let mut lines: Vec<String> = page.text.lines().map(ToOwned::to_owned).collect();
     // From the last to the first, so that the places of the others stay.

@@ -41,7 +41,7 @@ async fn hand_back(broker: &Broker, stream_seqs: &[u64], deliveries: i64) {
 }
 
 /// As [`hand_back`], until the server has given them up.
-async fn give_up(broker: &Broker, stream_seqs: &[u64]) {
+async fn roll_back_after(broker: &Broker, stream_seqs: &[u64]) {
     use_up(broker, stream_seqs).await;
     given_up(broker, stream_seqs.len()).await;
 }
@@ -95,7 +95,7 @@ async fn orders_given_up_while_no_worker_ran_are_missing_until_they_are_repaired
     let (server, broker) = Broker::with(six_deliveries()).await;
     broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", "one")]), b"Order Data 1".to_vec()).await;
     broker.publish("Order Data 2").await;
-    give_up(&broker, &[1, 2]).await;
+    roll_back_after(&broker, &[1, 2]).await;
     broker.publish("Order Data 3").await;
 
     let spec = DaemonSpec::new(server.url());
@@ -157,7 +157,7 @@ async fn a_processed_order_is_not_missing() {
     spec.run_ok(&["run", "--until-idle"]).await;
     broker.delete_consumer().await;
     broker.create_consumer(six_deliveries()).await;
-    give_up(&broker, &[1, 2, 3]).await;
+    roll_back_after(&broker, &[1, 2, 3]).await;
 
     let mut worker = spec.start();
     worker.ready().await;
@@ -300,7 +300,7 @@ async fn audit_names_the_orders_above_the_ack_floor() {
     let spec = DaemonSpec::new(server.url());
     spec.run_ok(&["run", "--until-idle"]).await;
     broker.publish_numbered(1..=2).await;
-    give_up(&broker, &[1, 2]).await;
+    roll_back_after(&broker, &[1, 2]).await;
     assert_eq!(broker.consumer_info().await.ack_floor.stream_sequence, 0);
     let audit = spec.run(&["audit"]).await;
     assert!(audit.stdout.contains("messages 1 to 2: 0 processed, 0 dead letters, 2 missing"), "{}", audit.stdout);

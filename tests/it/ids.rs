@@ -310,7 +310,7 @@ async fn claim(store: &mut Store, orders: &[(u8, bool)], end: End, rows: &mut Ve
         assert_eq!(tx.claim(&deliveries[half..], 1).await.unwrap(), expected[half..], "what was undone is new again");
     }
     if end == End::Drop {
-        return store.abandon().await;
+        return store.roll_back().await;
     }
     tx.commit().await.unwrap();
     rows.extend(unique.iter().zip(expected).filter(|(_, claim)| *claim == Claim::New).map(|(order, _)| *order));

@@ -67,7 +67,7 @@ enum Run {
 struct Step {
     batch: Vec<Message>,
     suspects: bool,
-    hurry: bool,
+    draining: bool,
     max_deliver: Option<u64>,
     fault: Fault,
 }
@@ -112,9 +112,9 @@ fn steps() -> impl Strategy<Value = Step> {
         2 => (1..6_usize).prop_map(|at_run| Fault::DatabaseFails { at_run }),
         1 => Just(Fault::Restarted),
     ];
-    let (suspects, hurry) = (prop::bool::weighted(0.4), prop::bool::weighted(0.1));
-    (vec(messages(), 1..6), suspects, hurry, option::weighted(0.2, 1..7_u64), fault).prop_map(
-        |(mut batch, suspects, hurry, max_deliver, fault)| {
+    let (suspects, draining) = (prop::bool::weighted(0.4), prop::bool::weighted(0.1));
+    (vec(messages(), 1..6), suspects, draining, option::weighted(0.2, 1..7_u64), fault).prop_map(
+        |(mut batch, suspects, draining, max_deliver, fault)| {
             let readable: Vec<u8> =
                 batch.iter().filter(|message| !message.unreadable).map(|message| message.id).collect();
             for message in batch.iter_mut().filter(|message| message.unreadable) {
@@ -123,7 +123,7 @@ fn steps() -> impl Strategy<Value = Step> {
                 message.unreadable = !suspects;
                 message.id += if readable.contains(&message.id) { 4 } else { 0 };
             }
-            Step { batch, suspects, hurry, max_deliver, fault }
+            Step { batch, suspects, draining, max_deliver, fault }
         },
     )
 }
@@ -171,7 +171,7 @@ fn plain(id: u8) -> Message {
 }
 
 fn batch(messages: &[Message]) -> Step {
-    Step { batch: messages.to_vec(), suspects: false, hurry: false, max_deliver: None, fault: Fault::None }
+    Step { batch: messages.to_vec(), suspects: false, draining: false, max_deliver: None, fault: Fault::None }
 }
 
 /// Runs `steps` on a file and in the model, and compares after each.
@@ -265,7 +265,7 @@ impl Model {
         self.commits = vec![self.tables.clone()];
         self.runs = 0;
         // How many a pass over single messages gets to.
-        let singles = if step.hurry { 1 } else { usize::MAX };
+        let singles = if step.draining { 1 } else { usize::MAX };
         let said = if step.suspects { self.suspects(step, singles) } else { self.batch(step, singles) };
         if let Err(stop) = said {
             self.tables = self.commits[self.commits.len() - 1].clone();
@@ -510,7 +510,7 @@ impl Bench {
 
         if let Some(Ok(outcomes)) = &ended
             && outcomes.iter().any(Option::is_none)
-            && !step.hurry
+            && !step.draining
         {
             assert!(began.elapsed() >= SINGLES_BUDGET, "messages are left over without need: {outcomes:?}");
             return Err(TooSlow);
@@ -535,14 +535,14 @@ impl Bench {
         step: &Step,
         batch: &[Delivery],
     ) -> (Option<Result<Outcomes, store::Error>>, Option<TempDir>) {
-        let hurry = CancellationToken::new();
-        if step.hurry {
-            hurry.cancel();
+        let draining = CancellationToken::new();
+        if step.draining {
+            draining.cancel();
         }
         let database = self.database();
         let inbox = self.inbox.as_mut().unwrap();
         inbox.max_deliver = step.max_deliver;
-        let process = std::pin::pin!(inbox.process(batch, &hurry));
+        let process = std::pin::pin!(inbox.process(batch, &draining));
         tokio::select! {
             biased;
             ended = process => (Some(ended), None),

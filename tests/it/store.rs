@@ -276,7 +276,7 @@ async fn a_statement_that_a_constraint_refuses_blames_its_data() {
         let refused = sqlx::query("INSERT INTO orders (id) VALUES (NULL)").execute(connection).await.unwrap_err();
         let error = store::Error::from(refused);
         assert_eq!((error.class, error.is_about_data()), (ErrorClass::Constraint, true));
-        store.give_up(&error).await;
+        store.roll_back_after(&error).await;
         assert_eq!(claim(&mut store, &[&delivery("a", "1", 1)]).await, [Claim::New]);
     }
 }
@@ -402,7 +402,7 @@ async fn a_transaction_knows_the_rows_that_it_has_put_into_the_outbox() {
         assert_eq!(tx.outbox_written().await.unwrap(), []);
         write_row(&mut tx, "undone", "five").await;
         assert_eq!(ids(&tx.outbox_written().await.unwrap()), ["undone"]);
-        store.abandon().await;
+        store.roll_back().await;
         store.begin().await.unwrap().commit().await.unwrap();
         assert_eq!(store.last_outbox_row(), last + 1, "that of the other connection");
     }

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::support::daemon::Db;
-use crate::support::nats::{Stored, consumer_config, headers, stream_config};
+use crate::support::nats::{PubAck, consumer_config, headers, stream_config};
 use crate::support::{Broker, Daemon, DaemonSpec, FaultProxy, NatsServer, PATIENCE, ServerSpec, eventually};
 
 /// Short, so that what a dead worker held comes again soon.
@@ -297,12 +297,12 @@ impl Order {
         self.receipts = sequences;
     }
 
-    async fn send(&self, broker: &Broker, headers: HeaderMap, receipts: &Notify) -> Result<Stored, String> {
+    async fn send(&self, broker: &Broker, headers: HeaderMap, receipts: &Notify) -> Result<PubAck, String> {
         let sending = async {
             let text = self.text.clone().into();
             let receipt = broker.jetstream.publish_with_headers("ORDERS.new", headers, text).await?.await?;
             receipts.notify_waiters();
-            Ok(Stored { stream_seq: receipt.sequence, duplicate: receipt.duplicate })
+            Ok(PubAck { stream_seq: receipt.sequence, duplicate: receipt.duplicate })
         };
         let sent: Result<_, PublishError> = timeout(RECEIPT, sending).await.map_err(|_| "no receipt")?;
         sent.map_err(|error| error.to_string())

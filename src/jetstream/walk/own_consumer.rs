@@ -65,10 +65,10 @@ impl OwnConsumer {
                 return Err(Trouble::new(format!("the server delivered no message for {DROUGHT_MAX:?}"), None));
             }
             self.pull(link).await?;
-            let message = match link.inbox.next().now_or_never() {
+            let message = match link.replies.next().now_or_never() {
                 None if !read.is_empty() => return Ok(Reading::Continues),
                 Some(message) => Ok(message),
-                None => timeout_at(Instant::now() + CHECK_EVERY, link.inbox.next()).await,
+                None => timeout_at(Instant::now() + CHECK_EVERY, link.replies.next()).await,
             };
             match message {
                 Ok(Some(message)) => match self.pulls.receive(message)? {

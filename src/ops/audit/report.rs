@@ -44,14 +44,14 @@ pub struct Summary {
 }
 
 /// Answers go to `out`, progress to stderr: a bar on a terminal, a line now and then elsewhere.
-pub struct Report<'a, W: Write> {
+pub struct AuditReport<'a, W: Write> {
     out: &'a mut W,
     format: Format,
     pub summary: Summary,
     progress: Progress,
 }
 
-impl<'a, W: Write> Report<'a, W> {
+impl<'a, W: Write> AuditReport<'a, W> {
     pub fn new(found: &Snapshot, scope: &Scope, format: Format, out: &'a mut W) -> io::Result<Self> {
         if format == Format::Text {
             for note in &scope.notes {

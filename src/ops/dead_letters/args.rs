@@ -30,7 +30,7 @@ pub enum DeadLettersCommand {
 
 /// Filters that every command has.
 #[derive(Debug, Args)]
-pub struct Filters {
+pub struct FilterArgs {
     /// Only dead letters with this reason
     #[arg(long, value_parser = reasons())]
     pub reason: Option<Reason>,
@@ -48,7 +48,7 @@ pub struct Filters {
 #[derive(Debug, Args)]
 pub struct ListArgs {
     #[command(flatten)]
-    pub filters: Filters,
+    pub filters: FilterArgs,
     /// Show at most this many [default: 100 in a table, all with --json]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u32).range(1..))]
     pub limit: Option<u32>,
@@ -78,7 +78,7 @@ pub struct Selection {
     #[arg(value_name = "ID")]
     pub ids: Vec<String>,
     #[command(flatten)]
-    pub filters: Filters,
+    pub filters: FilterArgs,
     /// All dead letters
     #[arg(long, conflicts_with = "ids")]
     pub all: bool,
@@ -111,13 +111,13 @@ pub struct ExportArgs {
     #[arg(value_name = "FILE")]
     pub file: Option<PathBuf>,
     #[command(flatten)]
-    pub filters: Filters,
+    pub filters: FilterArgs,
     /// Write replayed and discarded dead letters instead
     #[arg(long)]
     pub closed: bool,
 }
 
-impl Filters {
+impl FilterArgs {
     pub fn which(&self, ids: Vec<String>) -> Which {
         Which {
             ids,

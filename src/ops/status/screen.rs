@@ -20,7 +20,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook_tokio::Signals;
 use tokio::sync::mpsc;
 
-use super::{Observer, Status};
+use super::{Observer, StatusReport};
 use crate::model::text::printable;
 use crate::telemetry::status as daemon;
 
@@ -40,7 +40,7 @@ pub async fn run(mut observer: Observer<'_>, interval: Duration) -> io::Result<(
     let mut screen = Screen::enter()?;
     let mut keys = keys();
     let mut watch = Watch::default();
-    let mut status: Option<Status> = None;
+    let mut status: Option<StatusReport> = None;
     loop {
         screen.terminal.draw(|frame| draw(frame, status.as_ref(), &watch))?;
         let pause = if status.is_some() { interval } else { Duration::ZERO };
@@ -139,7 +139,7 @@ struct Watch {
 }
 
 impl Watch {
-    fn observe(&mut self, status: &Status, now: Instant, at: SystemTime) {
+    fn observe(&mut self, status: &StatusReport, now: Instant, at: SystemTime) {
         let mut happened = Vec::new();
         let health = health(status);
         if self.health.as_ref() != Some(&health) {
@@ -197,7 +197,7 @@ impl Watch {
     }
 }
 
-fn health(status: &Status) -> String {
+fn health(status: &StatusReport) -> String {
     match (&status.daemon, &status.pause) {
         (None, None) => "not running; the values come from server and database".to_owned(),
         (None, Some(pause)) => format!("not running, and paused {pause}"),
@@ -206,7 +206,7 @@ fn health(status: &Status) -> String {
     }
 }
 
-fn draw(frame: &mut Frame<'_>, status: Option<&Status>, watch: &Watch) {
+fn draw(frame: &mut Frame<'_>, status: Option<&StatusReport>, watch: &Watch) {
     let area = frame.area();
     if area.width < WIDTH_MIN || area.height < HEIGHT_MIN {
         let text = format!("{}x{} is too small, {WIDTH_MIN}x{HEIGHT_MIN} is needed; q quits", area.width, area.height);
@@ -249,7 +249,7 @@ fn draw(frame: &mut Frame<'_>, status: Option<&Status>, watch: &Watch) {
     frame.render_widget(Line::from("q quits").dim(), foot);
 }
 
-fn health_color(status: &Status) -> Color {
+fn health_color(status: &StatusReport) -> Color {
     match (&status.daemon, &status.pause) {
         (Some(daemon), None) if daemon.ready => Color::Green,
         (Some(daemon::Status { draining: true, .. }), None) | (_, Some(_)) => Color::Yellow,
@@ -258,7 +258,7 @@ fn health_color(status: &Status) -> Color {
 }
 
 /// How much of the stream the ack floor has passed.
-fn progress(status: &Status) -> Gauge<'static> {
+fn progress(status: &StatusReport) -> Gauge<'static> {
     let gauge = Gauge::default().gauge_style(Style::new().fg(Color::Cyan).bg(Color::DarkGray));
     let (Some(floor), Some(first), Some(last)) = (status.floor(), status.stream.first_seq, status.stream.last_seq)
     else {
@@ -275,7 +275,7 @@ fn progress(status: &Status) -> Gauge<'static> {
     ))
 }
 
-fn rows(status: &Status, watch: &Watch) -> Vec<Line<'static>> {
+fn rows(status: &StatusReport, watch: &Watch) -> Vec<Line<'static>> {
     let count = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), |value| HumanCount(value).to_string());
     let size = |value: Option<usize>| count(value.and_then(|value| u64::try_from(value).ok()));
     let row = |name: &str, value: String| Line::from(format!("{name:<13} {value}"));
@@ -323,9 +323,9 @@ mod tests {
     use crate::ops::status::{Sequences, StreamStatus};
     use crate::telemetry::status::{Component, Problem};
 
-    fn status(floor: u64) -> Status {
+    fn status(floor: u64) -> StatusReport {
         let sequences = Sequences { stream_seq: floor, consumer_seq: floor };
-        Status {
+        StatusReport {
             warnings: Vec::new(),
             consumer: "order-processor".into(),
             ack_floor: Some(sequences),
@@ -350,7 +350,7 @@ mod tests {
         }
     }
 
-    fn drawn(width: u16, height: u16, status: Option<&Status>, watch: &Watch) -> String {
+    fn drawn(width: u16, height: u16, status: Option<&StatusReport>, watch: &Watch) -> String {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| draw(frame, status, watch)).unwrap();
         terminal.backend().to_string()
@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn every_size_is_drawn_and_from_80_by_24_on_everything_is_there() {
         let mut watch = Watch::default();
-        let not_running = Status { daemon: None, problems: vec!["no server".into()], ..status(1_000_000) };
+        let not_running = StatusReport { daemon: None, problems: vec!["no server".into()], ..status(1_000_000) };
         watch.observe(&not_running, Instant::now(), UNIX_EPOCH);
         for width in [1, 2, 10, 49, 50, 51, 66, 79, 80, 81, 200] {
             for height in [1, 2, 7, 13, 14, 15, 16, 20, 24, 50] {
@@ -384,7 +384,7 @@ mod tests {
         let mut watch = Watch::default();
         let problem =
             "no consumer \u{1b}[2J\u{202e} is bound because the server does not answer a request for it in time";
-        let looking = Status { problems: vec![problem.into()], ..status(1) };
+        let looking = StatusReport { problems: vec![problem.into()], ..status(1) };
         watch.observe(&looking, Instant::now(), UNIX_EPOCH);
         let screen = drawn(60, 30, Some(&looking), &watch);
         let events = screen.split("events (UTC)").nth(1).unwrap();
@@ -394,7 +394,7 @@ mod tests {
 
     #[test]
     fn what_is_not_known_is_drawn_as_such() {
-        let mut unknown = Status { ack_floor: None, num_pending: None, processed_ids: None, ..status(1) };
+        let mut unknown = StatusReport { ack_floor: None, num_pending: None, processed_ids: None, ..status(1) };
         unknown.stream.last_seq = None;
         let screen = drawn(80, 24, Some(&unknown), &Watch::default());
         assert!(screen.contains("ack floor not known") && screen.contains("? to deliver"), "{screen}");
@@ -405,10 +405,10 @@ mod tests {
         let mut watch = Watch::default();
         let start = Instant::now();
         let second = |n: u64| (start + Duration::from_secs(n), UNIX_EPOCH + Duration::from_secs(n));
-        let down = Status { daemon: None, ..status(3000) };
+        let down = StatusReport { daemon: None, ..status(3000) };
         let problems = vec![Problem::new(Component::Nats, "not connected yet")];
         let starting = daemon::Status { live: true, problems, ..daemon::Status::default() };
-        let starting = Status { daemon: Some(starting), ..status(3000) };
+        let starting = StatusReport { daemon: Some(starting), ..status(3000) };
         for (n, seen) in (0..).zip([status(1000), status(3000), down, starting, status(4000)]) {
             let (now, at) = second(n);
             watch.observe(&seen, now, at);

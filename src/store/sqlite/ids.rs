@@ -17,7 +17,7 @@ use futures_util::TryStreamExt;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
-use self::filters::Filters;
+use self::filters::SegmentFilters;
 pub use self::key::Key;
 use self::key::{AsItIs, FILTER_BITS, PAGES};
 use self::page::{checked, entry, with_check};
@@ -42,7 +42,7 @@ const SEALING: &str = "writing the index of the ids";
 pub struct Ids {
     /// Oldest first.
     segments: Vec<Segment>,
-    filters: Filters,
+    filters: SegmentFilters,
     open: HashMap<Key, Open, BuildHasherDefault<AsItIs>>,
     /// The last row that is known here.
     last_row: i64,
@@ -80,7 +80,7 @@ impl Default for Ids {
     fn default() -> Self {
         Self {
             segments: Vec::new(),
-            filters: Filters::default(),
+            filters: SegmentFilters::default(),
             open: HashMap::default(),
             last_row: 0,
             staged: Vec::new(),

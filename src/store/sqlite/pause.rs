@@ -21,7 +21,7 @@ fn marker(database: &Path) -> PathBuf {
 }
 
 /// The pause, if there is one. A marker that cannot be read is a pause too.
-pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
+pub fn read(database: &Path) -> Result<Option<Pause>, OpenError> {
     let path = marker(database);
     match std::fs::read(&path) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).unwrap_or_default())),
@@ -42,7 +42,7 @@ pub fn look(database: &Path) -> Result<Option<Pause>, OpenError> {
 pub async fn begins(database: &Path) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
-        if matches!(look(database), Ok(Some(_))) {
+        if matches!(read(database), Ok(Some(_))) {
             return;
         }
     }
@@ -90,16 +90,16 @@ mod tests {
     fn a_pause_is_on_from_its_marker_to_its_end_and_also_if_the_marker_is_garbled() {
         let folder = tempfile::tempdir().unwrap();
         let database = folder.path().join("x.db");
-        assert_eq!(look(&database).unwrap(), None);
+        assert_eq!(read(&database).unwrap(), None);
         let pause = Pause { by: "ops@db1".into(), at: "2026-11-29T21:00:00Z".into(), reason: Some("new disk".into()) };
         assert!(begin(&database, &pause).unwrap());
-        assert_eq!(look(&database).unwrap(), Some(pause.clone()));
+        assert_eq!(read(&database).unwrap(), Some(pause.clone()));
         assert_eq!(pause.to_string(), "by ops@db1 since 2026-11-29T21:00:00Z: new disk");
         assert!(!begin(&database, &pause).unwrap());
         std::fs::write(marker(&database), "{").unwrap();
-        assert_eq!(look(&database).unwrap().unwrap().to_string(), "by a marker that cannot be read");
+        assert_eq!(read(&database).unwrap().unwrap().to_string(), "by a marker that cannot be read");
         assert!(end(&database).unwrap());
-        assert_eq!(look(&database).unwrap(), None);
+        assert_eq!(read(&database).unwrap(), None);
         assert!(!end(&database).unwrap());
     }
 }

@@ -177,11 +177,11 @@ fn retries_that_take_all_places_are_named() {
 fn deliveries_that_nobody_holds_are_named_after_their_time() {
     let (health, hand) = running();
     health.set_redelivery(Duration::from_secs(300));
-    let away = |floor| ConsumerView { num_ack_pending: 3, ack_floor_consumer_seq: floor, ..view(0) };
-    health.set_consumer(away(12));
+    let elsewhere = |floor| ConsumerView { num_ack_pending: 3, ack_floor_consumer_seq: floor, ..view(0) };
+    health.set_consumer(elsewhere(12));
     hand.advance(359);
     assert_eq!(health.problems(), []);
-    health.set_consumer(away(13));
+    health.set_consumer(elsewhere(13));
     hand.advance(359);
     assert_eq!(health.problems(), [], "another worker gets on");
     hand.advance(2);

@@ -262,13 +262,13 @@ impl Pass {
             found.was_read = true;
             let (arrivals, next) = self.reader.some(from, range.to).await?;
             let deliveries = arrivals.into_iter().map(|arrival| Delivery::new(arrival.raw, &self.scheme)).collect();
-            self.judge(database, Range { from, to: next - 1 }, deliveries, bounds, found).await?;
+            self.check_page(database, Range { from, to: next - 1 }, deliveries, bounds, found).await?;
             from = next;
         }
         Ok(())
     }
 
-    async fn judge(
+    async fn check_page(
         &self,
         database: &mut Reader,
         range: Range,
@@ -287,7 +287,7 @@ impl Pass {
             if position.published_ns > unix_ns(self.view.last_published_at) {
                 continue;
             }
-            match bounds.judge(delivery, claim) {
+            match bounds.verdict(delivery, claim) {
                 Verdict::NotForTheConsumer | Verdict::Processed | Verdict::DeadLetter => {}
                 Verdict::Undetermined(_) => found.undetermined += 1,
                 Verdict::Missing(_) => missing.push(delivery),

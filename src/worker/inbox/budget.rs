@@ -10,16 +10,16 @@ const SINGLES_BUDGET: Duration = Duration::from_secs(1);
 
 /// How long a pass continues: at least for one message.
 pub(super) struct Budget<'a> {
-    hurry: &'a CancellationToken,
+    draining: &'a CancellationToken,
     began: Instant,
 }
 
 impl<'a> Budget<'a> {
-    pub(super) fn new(hurry: &'a CancellationToken) -> Self {
-        Self { hurry, began: Instant::now() }
+    pub(super) fn new(draining: &'a CancellationToken) -> Self {
+        Self { draining, began: Instant::now() }
     }
 
     pub(super) fn is_spent(&self) -> bool {
-        self.hurry.is_cancelled() || self.began.elapsed() >= SINGLES_BUDGET
+        self.draining.is_cancelled() || self.began.elapsed() >= SINGLES_BUDGET
     }
 }

@@ -53,7 +53,7 @@ pub async fn replay(
         Err(failure) => Err(failure),
     };
     // Lets go of the write lock, which the daemon may be waiting for, also after a dry run.
-    store.abandon().await;
+    store.roll_back().await;
     let failure = match replayed {
         Ok(replayed) => return Ok(replayed),
         Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
@@ -86,7 +86,7 @@ async fn call(
         known = tx.known(&[&delivery]).await?.pop();
     }
     // No transaction is open during a call, and the letter is still there.
-    store.abandon().await;
+    store.roll_back().await;
     match known {
         Some(Claim::New) | None => caught(handler.call(&delivery)).await.map(Some),
         Some(Claim::Processed(_) | Claim::Dead) => Ok(None),

@@ -15,14 +15,14 @@ use crate::model::outcome::{Outcome, Reason};
 use crate::model::text::{chain, shortened};
 use crate::model::time::seconds_text;
 use crate::store::{Attempts, Claim, Earlier, Error, Tx};
-use crate::worker::retry::{RetryPolicy, Verdict};
+use crate::worker::retry::{NextStep, RetryPolicy};
 
 /// Characters of an id in the text of a conflict. The whole id is in the dead letter.
 const ID_MAX: usize = 200;
 
 /// What decides over a single message.
 #[derive(Clone, Copy)]
-pub(super) struct Judge {
+pub(super) struct Rules {
     pub(super) retry: RetryPolicy,
     pub(super) on_conflict: OnConflict,
     pub(super) max_deliver: Option<u64>,
@@ -57,7 +57,7 @@ pub(super) async fn single(
     tx: &mut Tx<'_>,
     handler: &dyn Handler,
     order: Order<'_>,
-    judge: Judge,
+    rules: Rules,
     run: Run,
 ) -> Result<Single, Error> {
     let now_ns = now_ns();
@@ -66,16 +66,16 @@ pub(super) async fn single(
         return Ok(Single::Decided(Outcome::Ignored(why)));
     }
     if let Some((reason, error)) = &delivery.defect {
-        let mut outcome = defective(tx, delivery, (*reason, error), judge.on_conflict).await?;
+        let mut outcome = defective(tx, delivery, (*reason, error), rules.on_conflict).await?;
         tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
         return Ok(Single::Decided(outcome));
     }
     tx.savepoint().await?;
     let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
-        Some(Claim::Processed(digest)) => judged(tx, delivery, *digest, judge.on_conflict).await?,
+        Some(Claim::Processed(digest)) => of_known(tx, delivery, *digest, rules.on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => {
-            match guarded(handler, tx, &[order], judge.publishing).await.map_err(Failure::into_inner) {
+            match guarded(handler, tx, &[order], rules.publishing).await.map_err(Failure::into_inner) {
                 Ok(()) => Outcome::Applied,
                 Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
                 Err(Failure::Away(cause)) => {
@@ -84,7 +84,7 @@ pub(super) async fn single(
                 }
                 Err(failure) => {
                     tx.undo().await?;
-                    return failed(tx, delivery, failure, judge, run, now_ns).await.map(Single::Decided);
+                    return failed(tx, delivery, failure, rules, run, now_ns).await.map(Single::Decided);
                 }
             }
         }
@@ -99,7 +99,7 @@ pub(super) async fn failed(
     tx: &mut Tx<'_>,
     delivery: &Delivery,
     failure: Failure,
-    judge: Judge,
+    rules: Rules,
     run: Run,
     now_ns: i64,
 ) -> Result<Outcome, Error> {
@@ -107,10 +107,10 @@ pub(super) async fn failed(
     let ended = if run == Run::Recorded { before.ended() } else { before };
     let attempts = Attempts { failed: ended.failed.saturating_add(1), ..ended };
     let error = chain(&failure);
-    let last_delivery = judge.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
-    let mut outcome = match judge.retry.verdict(&failure, attempts.failed, last_delivery) {
-        Verdict::Bury(reason) => dead(reason, error),
-        Verdict::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
+    let last_delivery = rules.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
+    let mut outcome = match rules.retry.next_step(&failure, attempts.failed, last_delivery) {
+        NextStep::DeadLetter(reason) => dead(reason, error),
+        NextStep::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };
     if let Outcome::Retry { error, .. } = &outcome {
         tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?;
@@ -128,7 +128,7 @@ pub(super) async fn defective(
     on_conflict: OnConflict,
 ) -> Result<Outcome, Error> {
     Ok(match tx.known(&[delivery]).await?.first() {
-        Some(Claim::Processed(digest)) => judged(tx, delivery, *digest, on_conflict).await?,
+        Some(Claim::Processed(digest)) => of_known(tx, delivery, *digest, on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
         Some(Claim::New) | None => dead(reason, error.to_owned()),
     })
@@ -165,7 +165,7 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// The outcome of a message whose id was processed with digest `known`.
-pub(super) async fn judged(
+pub(super) async fn of_known(
     tx: &mut Tx<'_>,
     delivery: &Delivery,
     known: Digest,

@@ -35,7 +35,7 @@ impl Worker {
     /// Stops pulling, finishes and acknowledges what is in hand, hands the rest back, closes. The caller bounds the time.
     async fn drain(mut self) -> Result<(), WorkerError> {
         tracing::info!(held = self.held.len(), "draining");
-        self.hurry.cancel();
+        self.draining.cancel();
         self.audit.stop();
         let arrived = self.consumer.quiesce().await;
         self.receive(arrived);
@@ -59,7 +59,7 @@ impl Worker {
             {
                 // The next audit begins a little earlier.
                 tracing::debug!(error = %chain(&error), "cannot record where the audit stands");
-                inbox.store().give_up(&error).await;
+                inbox.store().roll_back_after(&error).await;
             }
             inbox.close().await.map_err(WorkerError::Close)?;
         }

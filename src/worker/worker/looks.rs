@@ -14,7 +14,7 @@ use crate::worker::retry::RetryPolicy;
 use crate::worker::writer::Writer;
 
 impl Worker {
-    pub(super) fn bound(
+    pub(super) fn after_bind(
         &mut self,
         limits: Limits,
         stream_created_ns: i64,
@@ -41,14 +41,14 @@ impl Worker {
         self.stream_ns = stream_created_ns;
         self.filtered = self.consumer.reader().is_some_and(|reader| reader.is_filtered());
         self.receive(current);
-        self.bound.bound(&self.config.consumer, &view);
-        self.seen(view, Some(limits));
+        self.acceptance.ask(&self.config.consumer, &view);
+        self.observe(view, Some(limits));
     }
 
     /// A fresh look at stream and consumer; with limits if they are new.
-    pub(super) fn seen(&mut self, view: ConsumerView, limits: Option<Limits>) {
+    pub(super) fn observe(&mut self, view: ConsumerView, limits: Option<Limits>) {
         if let Some(limits) = limits {
-            self.adopt(limits);
+            self.set_limits(limits);
             // Also the filter may be another one.
             self.audit.rebound();
         }
@@ -59,8 +59,8 @@ impl Worker {
             self.parked.cut_after(last_seq);
             self.audit.distrust();
         }
-        self.bound.seen(&self.config.consumer, &view);
-        self.parked.seen(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
+        self.acceptance.observe(&self.config.consumer, &view);
+        self.parked.observe(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
         if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
             tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
         }
@@ -68,7 +68,7 @@ impl Worker {
         self.view = Some(view);
     }
 
-    fn adopt(&mut self, limits: Limits) {
+    fn set_limits(&mut self, limits: Limits) {
         // The last delivery of a message that nobody answers, or the longest retry that another process may have asked for.
         let longest = (limits.ack_wait * 2).max(RetryPolicy::from(&self.config.retry).longest());
         self.telemetry.health.set_redelivery(longest);
@@ -96,7 +96,7 @@ impl Worker {
 
     /// Begins a pass of the audit if one is due, or moves its mark along.
     pub(super) fn audit(&mut self, view: &ConsumerView) {
-        let Some(reader) = self.consumer.reader().filter(|_| self.bound.is_accepted()) else { return };
+        let Some(reader) = self.consumer.reader().filter(|_| self.acceptance.is_accepted()) else { return };
         self.filtered = reader.is_filtered();
         self.audit.accounted(&self.telemetry.reported_removed(self.stream_ns.into()));
         self.audit.begin(|decided, newest, check| Pass {
@@ -113,7 +113,7 @@ impl Worker {
         self.audit.advance(view, &self.telemetry);
     }
 
-    pub(super) fn audited(&mut self, ended: audit::Ended) {
+    pub(super) fn audited(&mut self, ended: audit::PassResult) {
         if self.audit.ended(ended, self.stream_ns, &self.telemetry) {
             self.upkeep_due = Instant::now();
         }
@@ -122,7 +122,7 @@ impl Worker {
     pub(super) fn is_idle(&self) -> bool {
         let nothing_pending = |view: &ConsumerView| view.num_pending == 0 && view.num_ack_pending == 0;
         let at_rest = self.held.is_empty()
-            && self.bound.is_accepted()
+            && self.acceptance.is_accepted()
             && matches!(self.writer, Writer::Free(_))
             && self.audit.is_at_rest()
             && self.relay.is_at_rest();

@@ -18,7 +18,7 @@ pub(super) fn start(mut inbox: Box<Inbox>, step: OutboxStep) -> Writer {
     Writer::Busy(tokio::spawn(async move {
         let result = inbox.store().take_outbox(&step).await;
         if let Err(error) = &result {
-            inbox.store().give_up(error).await;
+            inbox.store().roll_back_after(error).await;
         }
         Done { inbox, work: Work::Outbox { step, result } }
     }))

@@ -62,7 +62,7 @@ pub fn steps(text: &str) -> Vec<Step> {
 }
 
 /// One reader of one page.
-pub struct Session {
+pub struct ConsoleSession {
     folder: TempDir,
     nats: String,
     http: String,
@@ -77,7 +77,7 @@ struct Running {
     log: PathBuf,
 }
 
-impl Session {
+impl ConsoleSession {
     /// `nats`: host and port of the server.
     pub fn new(nats: String) -> Self {
         let folder = TempDir::new().expect("a temporary folder can be made");
@@ -218,7 +218,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for ConsoleSession {
     fn drop(&mut self) {
         if let Some(daemon) = &mut self.daemon {
             // Both fail only if it has ended already.

@@ -189,7 +189,7 @@ pub struct Broker {
 
 /// What the server answers to a publisher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stored {
+pub struct PubAck {
     pub stream_seq: u64,
     /// The server's own duplicate window has swallowed it.
     pub duplicate: bool,
@@ -282,7 +282,7 @@ impl Broker {
     }
 
     /// Plain text on `ORDERS.new` without headers, as the story's publisher does it.
-    pub async fn publish(&self, text: impl Into<String>) -> Stored {
+    pub async fn publish(&self, text: impl Into<String>) -> PubAck {
         self.publish_to("ORDERS.new", HeaderMap::new(), text.into().into_bytes()).await
     }
 
@@ -304,14 +304,14 @@ impl Broker {
         }
     }
 
-    pub async fn publish_to(&self, subject: &str, headers: HeaderMap, payload: Vec<u8>) -> Stored {
+    pub async fn publish_to(&self, subject: &str, headers: HeaderMap, payload: Vec<u8>) -> PubAck {
         let publish = self.jetstream.publish_with_headers(subject.to_owned(), headers, payload.into());
         let receipt = publish.await.expect("the client takes a message").await.expect("the stream takes a message");
-        Stored { stream_seq: receipt.sequence, duplicate: receipt.duplicate }
+        PubAck { stream_seq: receipt.sequence, duplicate: receipt.duplicate }
     }
 
     /// Publishes past the server's duplicate window: again and again until the stream stores it as a message of its own.
-    pub async fn publish_anew(&self, subject: &str, headers: HeaderMap, payload: Vec<u8>) -> Stored {
+    pub async fn publish_anew(&self, subject: &str, headers: HeaderMap, payload: Vec<u8>) -> PubAck {
         eventually("the duplicate window is over", PATIENCE, async || {
             let stored = self.publish_to(subject, headers.clone(), payload.clone()).await;
             if stored.duplicate { Err(stored) } else { Ok(stored) }

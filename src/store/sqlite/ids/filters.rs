@@ -6,7 +6,7 @@ use super::key::{FILTER_BITS, Key, PROBES};
 
 /// The filters of all segments, side by side: one look at a position answers for a whole group of them.
 #[derive(Default)]
-pub struct Filters {
+pub struct SegmentFilters {
     groups: Vec<Group>,
 }
 
@@ -19,7 +19,7 @@ struct Group {
 /// The bits of a byte, in a form that lets the compiler test four of them at a time.
 const BITS: [u32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
-impl Filters {
+impl SegmentFilters {
     /// The segments that may have the id.
     pub fn candidates(&self, key: Key) -> impl Iterator<Item = i64> {
         let probes = key.probes();
@@ -63,8 +63,8 @@ impl Filters {
     }
 }
 
-impl fmt::Debug for Filters {
+impl fmt::Debug for SegmentFilters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Filters").field("groups", &self.groups.len()).finish()
+        f.debug_struct("SegmentFilters").field("groups", &self.groups.len()).finish()
     }
 }

@@ -8,7 +8,7 @@ use crate::telemetry::{Reminder, Telemetry};
 
 /// The answer of the database to the newest bind.
 #[derive(Default)]
-pub struct Bound {
+pub struct Acceptance {
     state: State,
     /// A database has accepted a bind of this worker.
     before: bool,
@@ -27,16 +27,16 @@ enum State {
     Accepted,
 }
 
-impl Bound {
+impl Acceptance {
     /// The daemon has bound to the consumer.
-    pub fn bound(&mut self, names: &config::Consumer, view: &ConsumerView) {
+    pub fn ask(&mut self, names: &config::ConsumerNames, view: &ConsumerView) {
         self.state = State::Due(Bind::of(names, view));
     }
 
     /// A fresh look at the consumer.
-    pub fn seen(&mut self, names: &config::Consumer, view: &ConsumerView) {
+    pub fn observe(&mut self, names: &config::ConsumerNames, view: &ConsumerView) {
         if matches!(self.state, State::Refused) {
-            self.bound(names, view);
+            self.ask(names, view);
         }
     }
 
@@ -57,7 +57,7 @@ impl Bound {
     ///
     /// # Errors
     /// The refusal of the first bind: a restart does not help. A later one is reported, and the daemon waits.
-    pub fn answered(
+    pub fn take_answer(
         &mut self,
         asked: &Bind,
         answer: Result<(), Unbound>,
