@@ -23,6 +23,7 @@ mod pull_health;
 pub mod secrets;
 mod session;
 pub mod stored;
+mod tls;
 pub mod unreadable;
 pub mod walk;
 

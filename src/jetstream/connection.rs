@@ -12,6 +12,8 @@ use super::client::Client;
 use super::events::{self, Listener};
 pub use super::events::{Denials, Denied};
 use super::secrets::{self, FileError};
+use super::tls;
+pub use super::tls::announced_by_address;
 use crate::config::{Auth, Nats};
 use crate::telemetry::Telemetry;
 
@@ -65,7 +67,11 @@ pub async fn connect_command(nats: &Nats) -> Result<CommandClient, ConnectError>
 ///
 /// `telemetry` gets every connect and disconnect.
 pub async fn connect(nats: &Nats, telemetry: Arc<Telemetry>) -> Result<Client, ConnectError> {
-    open(nats, Listener::Daemon(telemetry)).await
+    let client = open(nats, Listener::Daemon(telemetry)).await?;
+    if let Some(text) = announced_by_address(nats, &client.server_info()) {
+        tracing::info!("{text}");
+    }
+    Ok(client)
 }
 
 async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
@@ -115,14 +121,7 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
     if nats.tls.handshake_first {
         options = options.tls_first();
     }
-    // The client reads these files again at each connect.
-    if let Some(ca) = &nats.tls.ca_file {
-        options = options.add_root_certificates(ca.clone());
-    }
-    if let (Some(cert), Some(key)) = (&nats.tls.cert_file, &nats.tls.key_file) {
-        options = options.add_client_certificate(cert.clone(), key.clone());
-    }
-    match options.connect(servers(&nats.url)).await {
+    match with_tls(options, nats).connect(servers(&nats.url)).await {
         Ok(client) => Ok(Client::new(client, nats)),
         Err(error) => {
             let (servers, cause) = (nats.redacted_url(), why(nats, &error.to_string()).await);
@@ -132,6 +131,21 @@ async fn open(nats: &Nats, listener: Listener) -> Result<Client, ConnectError> {
                 ConnectError::Server { servers, cause }
             })
         }
+    }
+}
+
+/// The files are read again at each connect.
+fn with_tls(options: ConnectOptions, nats: &Nats) -> ConnectOptions {
+    if let Some(config) = tls::client_config(nats) {
+        return options.tls_client_config(config);
+    }
+    let options = match &nats.tls.ca_file {
+        Some(ca) => options.add_root_certificates(ca.clone()),
+        None => options,
+    };
+    match (&nats.tls.cert_file, &nats.tls.key_file) {
+        (Some(cert), Some(key)) => options.add_client_certificate(cert.clone(), key.clone()),
+        _ => options,
     }
 }
 

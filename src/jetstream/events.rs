@@ -7,6 +7,7 @@ use tokio::sync::watch;
 
 use super::advisory::ADVISORY_PREFIX;
 use super::connection::why;
+use super::tls::accepted_names;
 use crate::config::Nats;
 use crate::model::text::printable;
 use crate::telemetry::Telemetry;
@@ -131,7 +132,7 @@ pub(super) async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &
     errors.sort_unstable();
     errors.dedup();
     let mut cause = format!("cannot connect to {}: {}", nats.redacted_url(), why(nats, &errors.join("; ")).await);
-    if let Some(hint) = wrong_names(servers) {
+    if let Some(hint) = wrong_names(nats, servers) {
         cause += &hint;
     }
     if telemetry.is_news(&cause) {
@@ -140,9 +141,8 @@ pub(super) async fn note_attempts(telemetry: &Telemetry, nats: &Nats, servers: &
     telemetry.health.report(Component::Nats, Err(cause));
 }
 
-/// Servers of a cluster often announce themselves by address, while their certificates have DNS names. The client verifies what was
-/// announced (async-nats 0.51), so it cannot use such a server without its name.
-fn wrong_names(servers: &[Server]) -> Option<String> {
+/// Servers that the cluster announces by address, with a certificate for a name that `nats.url` does not have.
+fn wrong_names(nats: &Nats, servers: &[Server]) -> Option<String> {
     let is_wrong = |server: &&Server| {
         let error = server.last_error.as_deref().unwrap_or_default();
         server.is_discovered && (error.contains("not valid for name") || error.contains("NotValidForName"))
@@ -156,9 +156,9 @@ fn wrong_names(servers: &[Server]) -> Option<String> {
     addresses.dedup();
     (!addresses.is_empty()).then(|| {
         format!(
-            "; the cluster announces {} by address, but the certificate is only valid for a DNS name: add the DNS name of each server \
-             to nats.url",
-            addresses.join(", ")
+            "; the cluster announces {} by address: {}; add the DNS name of each server to nats.url",
+            addresses.join(", "),
+            accepted_names(nats)
         )
     })
 }

@@ -31,6 +31,9 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResul
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
             report.good("connection", &format!("{}, nats-server {version}", config.nats.redacted_url()))?;
+            if let Some(text) = connection::announced_by_address(&config.nats, &visit.client.server_info()) {
+                report.warn(&text)?;
+            }
             view = report.consumer(config, &visit).await?;
         }
         Err(error) => {

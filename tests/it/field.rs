@@ -68,6 +68,10 @@ impl Front {
         Self { port, mode, accepted, accepting }
     }
 
+    fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
     fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
     }
@@ -234,31 +238,105 @@ async fn silent_addresses_of_a_cluster_cost_seconds_and_not_half_a_minute() {
     worker.drain().await;
 }
 
-#[tokio::test]
-async fn gossiped_addresses_without_their_names_in_the_certificate_are_named() {
-    let folder = TempDir::new().unwrap();
-    let ours = Authority::new(folder.path(), "ours");
-    let certificate = ours.issue_for("server", "localhost", 4000);
+/// A server whose certificate is valid for this name only.
+async fn tls_server(authority: &Authority, name: &str) -> NatsServer {
+    let certificate = authority.issue_for(&format!("server-{name}"), name, 4000);
     let (cert, key) = (certificate.cert.display().to_string(), certificate.key.display().to_string());
     let config = format!("tls {{\n  cert_file: {cert:?}\n  key_file: {key:?}\n}}\n");
-    let server = NatsServer::with(ServerSpec { config, ..ServerSpec::default() }).await;
-    let by_name = |port: &str| format!("tls://localhost:{port}");
-    let address = server.address();
-    let options = ConnectOptions::new().add_root_certificates(ours.ca());
-    let client = options.connect(by_name(address.rsplit(':').next().unwrap())).await.unwrap();
+    NatsServer::with(ServerSpec { config, ..ServerSpec::default() }).await
+}
+
+/// A server of that kind with the stream and the consumer of the story.
+async fn tls_story(authority: &Authority) -> (NatsServer, Broker) {
+    let server = tls_server(authority, "localhost").await;
+    let options = ConnectOptions::new().add_root_certificates(authority.ca());
+    let client = options.connect(by_name(&server.address())).await.unwrap();
     let broker = Broker { jetstream: jetstream::new(client.clone()), client };
     broker.create(stream_config(), consumer_config()).await;
+    (server, broker)
+}
 
-    let front = Front::start(address.clone(), vec![address.clone()]).await;
-    let spec = DaemonSpec::new(by_name(&front.port.to_string())).set("nats.tls.ca_file", ours.ca());
+fn by_name(address: &str) -> String {
+    format!("tls://localhost:{}", address.rsplit(':').next().unwrap())
+}
+
+#[tokio::test]
+async fn a_gossiped_address_may_have_a_certificate_for_a_configured_name() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let (server, broker) = tls_story(&ours).await;
+    let address = server.address();
+    let front = Front::start(address.clone(), vec![address.clone(), "127.0.0.1:1".to_owned()]).await;
+    let spec = DaemonSpec::new(by_name(&front.address())).set("nats.tls.ca_file", ours.ca());
+    let mut worker = spec.start();
+    worker.ready().await;
+    // The names are told before a fail-over needs them.
+    let words = "nats.url names 1 of the 2 servers of the cluster, and the cluster announces 127.0.0.1:1, ";
+    let accepted = "the certificate of each must be valid for its address or localhost";
+    worker.logged(&["INFO", words, accepted]).await;
+    let checked = spec.run(&["check"]).await;
+    assert!(checked.stdout.contains(words), "{checked:?}");
+
+    front.set(Mode::Down);
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    worker.ready().await;
+    worker.drain().await;
+    spec.db().applied_once(1).await;
+}
+
+#[tokio::test]
+async fn gossiped_addresses_with_other_certificates_are_refused_and_named() {
+    let folder = TempDir::new().unwrap();
+    let (ours, theirs) = (Authority::new(folder.path(), "ours"), Authority::new(folder.path(), "theirs"));
+    let (server, broker) = tls_story(&ours).await;
+    let other_name = tls_server(&ours, "other.example").await;
+    let other_authority = tls_server(&theirs, "localhost").await;
+    let announced = vec![other_name.address(), other_authority.address()];
+    let front = Front::start(server.address(), announced).await;
+    let spec = DaemonSpec::new(by_name(&front.address())).set("nats.tls.ca_file", ours.ca());
     let mut worker = spec.start();
     worker.ready().await;
     front.set(Mode::Down);
-    let words = format!("the cluster announces {address} by address");
+    let words = format!("the cluster announces {} by address", other_name.address());
     worker.not_ready(&words).await;
-    worker.not_ready("add the DNS name of each server to nats.url").await;
+    worker.not_ready("valid for its address or localhost; add the DNS name of each server to nats.url").await;
     worker.logged(&["WARN", &words]).await;
+    // Both were tried by then, again and again.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(worker.lines(&["connected to the server"]), 1, "{}", worker.log());
+
     front.set(Mode::Open);
+    worker.ready().await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_configured_address_needs_a_certificate_for_this_address() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let (server, _broker) = tls_story(&ours).await;
+    // The second server is named, so its name is accepted for announced addresses, and only for these.
+    let url = format!("tls://{},tls://localhost:1", server.address());
+    let checked = DaemonSpec::new(url).set("nats.tls.ca_file", ours.ca()).run(&["check"]).await;
+    assert!(checked.stdout.contains("FAIL  connection"), "{checked:?}");
+    let alone = DaemonSpec::new(format!("tls://{}", server.address())).set("nats.tls.ca_file", ours.ca());
+    let checked = alone.run(&["check"]).await;
+    assert!(checked.stdout.contains("FAIL  connection"), "{checked:?}");
+    assert!(checked.stdout.contains("the certificate of the server is not valid"), "{checked:?}");
+}
+
+#[tokio::test]
+async fn damaged_certificates_of_the_system_do_not_matter_with_a_ca_file() {
+    let folder = TempDir::new().unwrap();
+    let ours = Authority::new(folder.path(), "ours");
+    let (server, broker) = tls_story(&ours).await;
+    let spec = DaemonSpec::new(by_name(&server.address())).set("nats.tls.ca_file", ours.ca());
+    let mut command = spec.command(&["run"]);
+    command.env("SSL_CERT_FILE", folder.path().join("missing.pem"));
+    let mut worker = spec.spawn(command, None);
     worker.ready().await;
     broker.publish("Order Data 1").await;
     broker.acknowledged(1).await;
