@@ -1,6 +1,9 @@
 //! The extension point: what an order means to the business. The built-in handler is [`orders::Orders`].
 
+pub mod http;
 pub mod orders;
+
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -60,7 +63,7 @@ pub struct Answer {
     pub body: Bytes,
 }
 
-/// Why a handler could not call or apply.
+/// Why a handler could not call or apply. Of a text, only the first line is logged; all of it is stored with the order.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// It may work later. The failure counts one attempt of the message; used-up attempts make the message a dead letter.
@@ -73,6 +76,11 @@ pub enum Failure {
     /// is counted, nothing is acknowledged, and the daemon tries again by itself.
     #[error("{0}")]
     Away(String),
+    /// A call brought no answer, or one that says nothing about the order, such as "too many requests". Another order may show that
+    /// the service works: then it is a [`Failure::Retry`] of this order. Otherwise it is [`Failure::Away`], and the next call is made
+    /// after `retry_after` if the service asked for it. Outside of [`Handler::call`] it is the same as `Away`.
+    #[error("{cause}")]
+    Unanswered { cause: String, retry_after: Option<Duration> },
     /// The database refused a statement. The meaning depends on the error. A full disk is not the fault of a message and counts
     /// no attempt. A violated constraint is [`Failure::Permanent`]. `?` on a statement through [`Tx`] ends up here.
     #[error(transparent)]
@@ -87,7 +95,8 @@ impl Failure {
     pub fn into_inner(self) -> Self {
         match self {
             Self::At { failure, .. } => failure.into_inner(),
-            plain @ (Self::Retry(_) | Self::Permanent(_) | Self::Away(_) | Self::Store(_)) => plain,
+            plain
+            @ (Self::Retry(_) | Self::Permanent(_) | Self::Away(_) | Self::Unanswered { .. } | Self::Store(_)) => plain,
         }
     }
 }

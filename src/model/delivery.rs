@@ -83,6 +83,8 @@ pub struct Delivery {
     pub defect: Option<(Reason, String)>,
     /// Why the message is not an order. Nothing else about it matters then.
     pub ignored: Option<Ignored>,
+    /// Which attempt this is, from 1: our count, known before a call.
+    pub attempt: u32,
 }
 
 impl Delivery {
@@ -95,7 +97,7 @@ impl Delivery {
             (None, Ok(id)) => (id, None),
         };
         let ignored = ignored(&raw.headers);
-        Self { raw, id, digest, defect, ignored }
+        Self { raw, id, digest, defect, ignored, attempt: 1 }
     }
 
     /// What this delivery weighs against `batch.max_bytes`.

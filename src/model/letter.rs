@@ -81,7 +81,7 @@ impl Letter {
         };
         let (headers, payload) = (self.headers.clone(), self.payload.clone());
         let raw = Raw { subject: subject.as_str().into(), headers, payload, position, unreadable: None };
-        Delivery { raw, id: id.as_str().into(), digest: *digest, defect: None, ignored: None }
+        Delivery { raw, id: id.as_str().into(), digest: *digest, defect: None, ignored: None, attempt: 1 }
     }
 }
 

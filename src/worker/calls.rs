@@ -76,7 +76,7 @@ impl Calls {
                     self.answers.insert(key(batch[index]), answer);
                     called[index] = Called::Ready;
                 }
-                Err(Failure::Away(cause)) => away = Some(cause),
+                Err(Failure::Away(cause) | Failure::Unanswered { cause, .. }) => away = Some(cause),
                 Err(Failure::Store(error)) if !error.is_about_data() => away = Some(chain(&error)),
                 Err(failure) => called[index] = Called::Failed(failure),
             }

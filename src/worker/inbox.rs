@@ -152,7 +152,7 @@ impl Inbox {
             };
             match failure {
                 Failure::Store(error) if !error.is_about_data() => return Err(error),
-                Failure::Away(cause) => {
+                Failure::Away(cause) | Failure::Unanswered { cause, .. } => {
                     self.away = Some(cause);
                     return Ok(outcomes);
                 }

@@ -42,9 +42,13 @@ impl RetryPolicy {
             // A failure that no message caused never comes here.
             Failure::Permanent(_) | Failure::Store(_) | Failure::Away(_) => NextStep::DeadLetter(Reason::Permanent),
             Failure::At { failure, .. } => self.next_step(failure, failed, last_delivery),
-            Failure::Retry(_) if failed >= self.max_attempts => NextStep::DeadLetter(Reason::AttemptsExhausted),
-            Failure::Retry(_) if last_delivery => NextStep::DeadLetter(Reason::LastDelivery),
-            Failure::Retry(_) => NextStep::Again(self.delay(failed)),
+            Failure::Retry(_) | Failure::Unanswered { .. } if failed >= self.max_attempts => {
+                NextStep::DeadLetter(Reason::AttemptsExhausted)
+            }
+            Failure::Retry(_) | Failure::Unanswered { .. } if last_delivery => {
+                NextStep::DeadLetter(Reason::LastDelivery)
+            }
+            Failure::Retry(_) | Failure::Unanswered { .. } => NextStep::Again(self.delay(failed)),
         }
     }
 

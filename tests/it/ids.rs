@@ -228,6 +228,7 @@ fn delivery(id: u8, other: bool) -> Delivery {
         digest: Digest([u8::from(other); 16]),
         defect: None,
         ignored: None,
+        attempt: 1,
     }
 }
 

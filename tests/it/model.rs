@@ -213,7 +213,7 @@ impl Message {
         let raw =
             Raw { subject: "ORDERS.new".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
         let defect = self.unreadable.then(|| (Reason::Unreadable, "bytes".to_owned()));
-        Delivery { raw, id: self.name().into(), digest, defect, ignored: None }
+        Delivery { raw, id: self.name().into(), digest, defect, ignored: None, attempt: 1 }
     }
 }
 

@@ -78,7 +78,7 @@ pub(super) async fn single(
             match guarded(handler, tx, &[order], rules.publishing).await.map_err(Failure::into_inner) {
                 Ok(()) => Outcome::Applied,
                 Err(Failure::Store(error)) if !error.is_about_data() => return Err(error),
-                Err(Failure::Away(cause)) => {
+                Err(Failure::Away(cause) | Failure::Unanswered { cause, .. }) => {
                     tx.undo().await?;
                     return Ok(Single::Away(cause));
                 }

@@ -60,7 +60,11 @@ impl Blamed {
     pub(super) fn new(failure: Failure, applied: &[usize]) -> Self {
         let index = match &failure {
             Failure::At { index, .. } => applied.get(*index).copied(),
-            Failure::Retry(_) | Failure::Permanent(_) | Failure::Away(_) | Failure::Store(_) => None,
+            Failure::Retry(_)
+            | Failure::Permanent(_)
+            | Failure::Away(_)
+            | Failure::Unanswered { .. }
+            | Failure::Store(_) => None,
         };
         Self { index, failure: failure.into_inner() }
     }
