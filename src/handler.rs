@@ -3,12 +3,16 @@
 pub mod http;
 pub mod orders;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 
 use crate::model::delivery::Delivery;
+use crate::model::outcome::Reason;
+use crate::model::plan::Plan;
+use crate::model::text::panic_text;
 use crate::store::{self, Tx};
 
 /// What an order does: a call of a service, an effect in the database, or both.
@@ -35,6 +39,12 @@ use crate::store::{self, Tx};
 /// Proven by `handlers::*` in `tests/it`.
 #[async_trait]
 pub trait Handler: Send + Sync + 'static {
+    /// Decides what is to be done for an order, from the message alone: no I/O, no clock. It is asked once for each delivery, and
+    /// must not panic. The default calls if the handler makes calls.
+    fn plan(&self, _delivery: &Delivery) -> Plan {
+        if self.concurrency() > 0 { Plan::Call } else { Plan::Apply }
+    }
+
     /// How many calls may run at the same time. With 0 the handler makes no calls, and [`call`](Handler::call) never runs.
     fn concurrency(&self) -> usize {
         0
@@ -47,6 +57,23 @@ pub trait Handler: Send + Sync + 'static {
 
     /// Applies all of `orders` or fails.
     async fn apply(&self, tx: &mut Tx<'_>, orders: &[Order<'_>]) -> Result<(), Failure>;
+}
+
+/// Asks the handler what is to be done for a delivery. Each delivery must come through here before the inbox gets it.
+pub fn planned(handler: &dyn Handler, mut delivery: Delivery) -> Delivery {
+    if !delivery.is_for_the_handler() {
+        return delivery;
+    }
+    // A plan depends on the message alone: it would panic again.
+    let plan = catch_unwind(AssertUnwindSafe(|| handler.plan(&delivery))).unwrap_or_else(|panic| {
+        let error = format!("the handler panicked: {}", panic_text(panic.as_ref()));
+        Plan::DeadLetter(Reason::Permanent, error)
+    });
+    match plan {
+        Plan::DeadLetter(reason, error) => delivery.defect = Some((reason, error)),
+        plan @ (Plan::Apply | Plan::Call | Plan::Ignore) => delivery.plan = plan,
+    }
+    delivery
 }
 
 /// One order, as a handler gets it.

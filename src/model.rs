@@ -6,6 +6,7 @@ pub mod label;
 pub mod letter;
 pub mod outbox;
 pub mod outcome;
+pub mod plan;
 pub mod ranges;
 pub mod subject;
 pub mod text;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::id::{Digest, IdScheme};
 use super::outcome::{Ignored, Reason};
+use super::plan::Plan;
 use bytes::Bytes;
 
 /// Headers in no order across names; several values of one name stay in their order.
@@ -85,6 +86,8 @@ pub struct Delivery {
     pub ignored: Option<Ignored>,
     /// Which attempt this is, from 1: our count, known before a call.
     pub attempt: u32,
+    /// What the handler has decided of the order. It is not asked about a message with a defect, or one that is not an order.
+    pub plan: Plan,
 }
 
 impl Delivery {
@@ -97,7 +100,12 @@ impl Delivery {
             (None, Ok(id)) => (id, None),
         };
         let ignored = ignored(&raw.headers);
-        Self { raw, id, digest, defect, ignored, attempt: 1 }
+        Self { raw, id, digest, defect, ignored, attempt: 1, plan: Plan::default() }
+    }
+
+    /// Whether the handler may have to run for this message.
+    pub fn is_for_the_handler(&self) -> bool {
+        self.defect.is_none() && self.ignored.is_none() && self.plan != Plan::Ignore
     }
 
     /// What this delivery weighs against `batch.max_bytes`.

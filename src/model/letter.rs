@@ -6,6 +6,7 @@ use super::subject::SubjectPattern;
 use crate::model::delivery::{Delivery, Headers, Position, Raw};
 use crate::model::id::Digest;
 use crate::model::outcome::Reason;
+use crate::model::plan::Plan;
 
 /// Where letters lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +82,15 @@ impl Letter {
         };
         let (headers, payload) = (self.headers.clone(), self.payload.clone());
         let raw = Raw { subject: subject.as_str().into(), headers, payload, position, unreadable: None };
-        Delivery { raw, id: id.as_str().into(), digest: *digest, defect: None, ignored: None, attempt: 1 }
+        Delivery {
+            raw,
+            id: id.as_str().into(),
+            digest: *digest,
+            defect: None,
+            ignored: None,
+            attempt: 1,
+            plan: Plan::default(),
+        }
     }
 }
 

@@ -17,7 +17,7 @@ pub enum Outcome {
     Duplicate,
     /// Another order under a used id. With `inbox.on_conflict = "duplicate"`, it is acknowledged without effect.
     Dropped,
-    /// The server or the publisher did not mean the message as an order. It has no effect and no row.
+    /// The message needs no effect. Only the id of an order that the handler ignores has a row.
     Ignored(Ignored),
     /// The handler failed in a way that may pass; the server is to deliver it again after `delay`.
     Retry { delay: Duration, error: String },
@@ -65,7 +65,7 @@ label! {
     }
 }
 
-/// Why a message is not an order.
+/// Why a message needs no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ignored {
     /// The server stored it because the last message of its subject was removed: header `Nats-Marker-Reason` (ADR-43).
@@ -74,6 +74,8 @@ pub enum Ignored {
     Schedule,
     /// It deletes a key of a key-value bucket: header `KV-Operation` with `DEL` or `PURGE` (ADR-8).
     KeyDeleted,
+    /// It is an order, and the handler ignores it.
+    Order,
 }
 
 impl Ignored {
@@ -83,6 +85,7 @@ impl Ignored {
             Self::DeleteMarker => "a delete marker of the server",
             Self::Schedule => "the definition of a schedule",
             Self::KeyDeleted => "the deletion of a key",
+            Self::Order => "an order that the handler ignores",
         }
     }
 }
@@ -94,8 +97,10 @@ label! {
         Permanent = "permanent",
         /// A known message id came with another subject or payload: another order under a used id.
         Conflict = "conflict",
-        /// The id pointer or the handler needs JSON, and the payload is not JSON.
+        /// The id pointer or the handler needs a value that the message does not have.
         Undecodable = "undecodable",
+        /// No route of the handler file is for its subject.
+        Unrouted = "unrouted",
         /// The client cannot parse its headers; it was fetched raw.
         Unreadable = "unreadable",
         /// `retry.max_attempts` runs of the handler failed.

@@ -1,5 +1,6 @@
 //! How errors, and texts that come from messages, become text that is safe to show.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::error::Error;
 use std::fmt::Write;
@@ -20,6 +21,12 @@ pub fn chain(error: &dyn Error) -> String {
         cause = error.source();
     }
     text
+}
+
+/// The message of a panic.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
 /// The text on one line, with everything escaped that a terminal obeys or does not show: control characters (C0, C1, ESC, line

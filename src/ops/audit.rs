@@ -307,7 +307,7 @@ impl AuditRun {
             }
             return Ok(());
         };
-        let mut rest: Vec<Delivery> = missing.into_iter().map(|(delivery, _)| delivery).collect();
+        let mut rest: Vec<Delivery> = missing.into_iter().map(|(delivery, _)| inbox.planned(delivery)).collect();
         while let Some(first) = rest.first() {
             let next = first.raw.position.stream_seq;
             self.next = next;

@@ -163,6 +163,7 @@ async fn replay(
             let (verdict, note) = match replayed {
                 Replayed::Applied(id) if id == envelope.id => (count(&mut applied, "applied"), None),
                 Replayed::Applied(id) => (count(&mut applied, "applied"), Some(format!("as {id}"))),
+                Replayed::Ignored => (count(&mut known, "known"), Some("the handler ignores it".to_owned())),
                 Replayed::Known(_) => (count(&mut known, "known"), Some("was applied before".to_owned())),
                 Replayed::Conflict => {
                     let note = "its id belongs to another order; --as-new applies it under a new id".to_owned();

@@ -10,6 +10,7 @@ use super::inbox::single::caught;
 use crate::handler::{Answer, Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
+use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::store::Claim;
 
@@ -52,8 +53,8 @@ impl Calls {
         let mut waiting = Vec::new();
         for (index, (delivery, known)) in batch.iter().zip(known).enumerate() {
             let first = *first_of_id.entry(&delivery.id).or_insert(index);
-            let needs_call = delivery.defect.is_none()
-                && delivery.ignored.is_none()
+            let needs_call = delivery.is_for_the_handler()
+                && delivery.plan == Plan::Call
                 && matches!(known, Claim::New)
                 && !self.answers.contains_key(&key(delivery));
             called.push(if needs_call { Called::Left } else { Called::Ready });

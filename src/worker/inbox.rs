@@ -11,9 +11,10 @@ use std::time::SystemTime;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::OnConflict;
-use crate::handler::{Failure, Handler, Order};
+use crate::handler::{Failure, Handler, Order, planned};
 use crate::model::delivery::Delivery;
-use crate::model::outcome::{Outcome, Reason};
+use crate::model::outcome::{Ignored, Outcome, Reason};
+use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Claim, Error, Store, Tx};
@@ -59,7 +60,7 @@ impl Inbox {
         Self { store, handler, retry, on_conflict, calls, away: None, max_deliver: None, publishing, begun: None }
     }
 
-    /// Runs one batch: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
+    /// Runs one batch of [planned](planned()) deliveries: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
     ///
     /// When it returns outcomes, they are durable. `draining` makes a pass over single messages stop early.
     ///
@@ -72,6 +73,11 @@ impl Inbox {
             self.store.roll_back_after(error).await;
         }
         outcomes
+    }
+
+    /// Asks the handler what is to be done for a delivery, as [`planned()`].
+    pub fn planned(&self, delivery: Delivery) -> Delivery {
+        planned(self.handler.as_ref(), delivery)
     }
 
     /// The store, between two batches.
@@ -190,7 +196,7 @@ impl Inbox {
                     defective(&mut tx, delivery, (reason, error), self.on_conflict).await?
                 }
                 Kind::RepeatOf(first) => match &outcomes[first] {
-                    Outcome::Applied => Outcome::Duplicate,
+                    Outcome::Applied | Outcome::Ignored(Ignored::Order) => Outcome::Duplicate,
                     same @ (Outcome::Duplicate
                     | Outcome::Dropped
                     | Outcome::Ignored(_)
@@ -200,6 +206,7 @@ impl Inbox {
                 Kind::First => match claims.next() {
                     Some(Claim::Processed(digest)) => of_known(&mut tx, delivery, digest, self.on_conflict).await?,
                     Some(Claim::Dead) => Outcome::Duplicate,
+                    Some(Claim::New) | None if delivery.plan == Plan::Ignore => Outcome::Ignored(Ignored::Order),
                     Some(Claim::New) | None => {
                         new.push(index);
                         Outcome::Applied
@@ -377,7 +384,7 @@ async fn end_start(tx: &mut Tx<'_>, id: &str, now_ns: i64) -> Result<(), Error> 
 
 /// Whether a message was delivered so often that it runs alone. A message that the handler never sees cannot kill the process.
 pub fn is_suspect(delivery: &Delivery) -> bool {
-    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.defect.is_none() && delivery.ignored.is_none()
+    delivery.raw.position.delivered >= SUSPECT_FROM && delivery.is_for_the_handler()
 }
 
 fn now_ns() -> i64 {

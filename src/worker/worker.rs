@@ -25,7 +25,7 @@ use super::retention;
 use super::waiting::Waiting;
 use super::writer::{Done, PRUNE_STEP, Upkept, Work, Writer, upkeep};
 use crate::config::Config;
-use crate::handler::Handler;
+use crate::handler::{Handler, planned};
 use crate::jetstream;
 use crate::jetstream::consumer::{Capacity, Consumer, Event, Limits, Receipt};
 use crate::model::delivery::{Arrival, Delivery, Reply};
@@ -102,6 +102,7 @@ pub struct Worker {
     waiting: Waiting,
     held: Held,
     parked: Parked,
+    handler: Arc<dyn Handler>,
     writer: Writer,
     outages: Outages,
     relay: Relay,
@@ -141,7 +142,8 @@ impl Worker {
             waiting: Waiting::default(),
             held: Held::default(),
             parked: Parked::default(),
-            writer: Writer::Free(Box::new(Inbox::new(store, handler, retry, config.inbox.on_conflict))),
+            writer: Writer::Free(Box::new(Inbox::new(store, handler.clone(), retry, config.inbox.on_conflict))),
+            handler,
             outages: Outages::default(),
             relay: Relay::default(),
             acceptance: Acceptance::default(),
@@ -226,7 +228,7 @@ impl Worker {
             self.parked.came(raw.position.stream_seq);
             let accounts_from = self.audit.delivered(raw.position, self.filtered);
             if self.held.take(raw.position, reply, accounts_from, now) {
-                self.waiting.push(Delivery::new(raw, &self.scheme));
+                self.waiting.push(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
             }
         }
         self.telemetry.health.set_held(self.held.len());

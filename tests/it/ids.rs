@@ -7,6 +7,7 @@ use async_nats::jetstream::stream;
 use order_processor::config::Database;
 use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
+use order_processor::model::plan::Plan;
 use order_processor::store::{Claim, Gone, Prunable, Reader, Store};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -229,6 +230,7 @@ fn delivery(id: u8, other: bool) -> Delivery {
         defect: None,
         ignored: None,
         attempt: 1,
+        plan: Plan::Apply,
     }
 }
 

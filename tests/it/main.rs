@@ -31,6 +31,7 @@ mod model;
 mod network;
 mod outbox;
 mod pause;
+mod plans;
 mod processes;
 mod reconnect;
 mod restored;

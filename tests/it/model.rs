@@ -17,6 +17,7 @@ use order_processor::model::delivery::{Delivery, Position, Raw};
 use order_processor::model::id::Digest;
 use order_processor::model::label::Label;
 use order_processor::model::outcome::{Outcome, Reason};
+use order_processor::model::plan::Plan;
 use order_processor::store::{self, Connection, ErrorClass, Store, Tx};
 use order_processor::worker::inbox::{Inbox, Outcomes};
 use order_processor::worker::retry::RetryPolicy;
@@ -213,7 +214,7 @@ impl Message {
         let raw =
             Raw { subject: "ORDERS.new".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
         let defect = self.unreadable.then(|| (Reason::Unreadable, "bytes".to_owned()));
-        Delivery { raw, id: self.name().into(), digest, defect, ignored: None, attempt: 1 }
+        Delivery { raw, id: self.name().into(), digest, defect, ignored: None, attempt: 1, plan: Plan::Apply }
     }
 }
 

@@ -13,6 +13,7 @@ use order_processor::model::id::Digest;
 use order_processor::model::letter::{Closed, Closing, Pile, Which};
 use order_processor::model::outbox::{OutboxRow, OutboxTarget};
 use order_processor::model::outcome::{Outcome, Reason};
+use order_processor::model::plan::Plan;
 use order_processor::store::{
     self, Attempts, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, OutboxStep, OutboxTaken, Pause,
     Presence, Prunable, Reader, Rows, Store, Tx,
@@ -38,7 +39,7 @@ fn delivery(id: &str, payload: &str, stream_seq: u64) -> Delivery {
     let payload = payload.to_owned().into();
     let raw = Raw { subject: "ORDERS.new".into(), headers, payload, position, unreadable: None };
     let digest = Digest::of(&raw.subject, &raw.payload);
-    Delivery { raw, id: id.into(), digest, defect: None, ignored: None, attempt: 1 }
+    Delivery { raw, id: id.into(), digest, defect: None, ignored: None, attempt: 1, plan: Plan::Apply }
 }
 
 fn dead(error: &str) -> Outcome {

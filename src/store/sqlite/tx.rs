@@ -10,7 +10,7 @@ use super::sql::{bind, failed, to_i64};
 use super::{LOOKING_UP, begin};
 use crate::model::delivery::{Delivery, Headers};
 use crate::model::label::Label;
-use crate::model::outcome::{Outcome, Reason};
+use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::store::sql::{chunks, values};
 use crate::store::{Attempts, Claim, Earlier, Error};
 
@@ -94,8 +94,9 @@ impl Tx<'_> {
         let mut ended = Vec::with_capacity(decided.len());
         for (delivery, outcome) in decided {
             match outcome {
-                Outcome::Ignored(_) | Outcome::Retry { .. } => continue,
-                Outcome::Applied | Outcome::Duplicate | Outcome::Dropped => {}
+                Outcome::Ignored(Ignored::DeleteMarker | Ignored::Schedule | Ignored::KeyDeleted)
+                | Outcome::Retry { .. } => continue,
+                Outcome::Applied | Outcome::Duplicate | Outcome::Dropped | Outcome::Ignored(Ignored::Order) => {}
                 Outcome::DeadLettered { reason, error } => {
                     if !self.write_letter(delivery, *reason, error, now_ns).await? {
                         **outcome = Outcome::Duplicate;

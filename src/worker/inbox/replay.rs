@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::now_ns;
 use super::single::{Publishing, caught, guarded};
-use crate::handler::{Answer, Failure, Handler, Order};
+use crate::handler::{Answer, Failure, Handler, Order, planned};
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Closing};
+use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::store::{Claim, Error, Store};
 
@@ -26,6 +27,8 @@ pub struct Replay {
 pub enum Replayed {
     /// Under this id.
     Applied(String),
+    /// The handler ignores the order. Its id is claimed.
+    Ignored,
     /// It had been applied before, under this id; only the letter was left.
     Known(String),
     /// Its id belongs to another order. The letter stays.
@@ -79,7 +82,7 @@ async fn call(
     }
     let mut tx = store.begin().await?;
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(None) };
-    let mut delivery = letter.delivery();
+    let mut delivery = planned(handler, letter.delivery());
     let mut known = tx.known(&[&delivery]).await?.pop();
     if wish.as_new && is_conflict(known, digest) {
         delivery.id = own_id(id, digest);
@@ -88,8 +91,8 @@ async fn call(
     // No transaction is open during a call, and the letter is still there.
     store.roll_back().await;
     match known {
-        Some(Claim::New) | None => caught(handler.call(&delivery)).await.map(Some),
-        Some(Claim::Processed(_) | Claim::Dead) => Ok(None),
+        Some(Claim::New) | None if delivery.plan == Plan::Call => caught(handler.call(&delivery)).await.map(Some),
+        Some(Claim::New | Claim::Processed(_) | Claim::Dead) | None => Ok(None),
     }
 }
 
@@ -104,14 +107,18 @@ async fn replay_in_transaction(
     let mut tx = store.begin().await?;
     // First of all, since the id of a message is not given away while it is a dead letter.
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(Replayed::Gone) };
-    let mut delivery = letter.delivery();
+    let mut delivery = planned(handler, letter.delivery());
     let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();
     if wish.as_new && is_conflict(claim, digest) {
         delivery.id = own_id(id, digest);
         claim = tx.claim(&[&delivery], now_ns).await?.pop();
     }
     let replayed = match claim {
+        Some(Claim::New) | None if delivery.plan == Plan::Ignore => Replayed::Ignored,
         Some(Claim::New) | None => {
+            if let Some((_, error)) = delivery.defect {
+                return Err(Failure::Permanent(error));
+            }
             let publishing = Publishing { max_payload: None, is_repair: true };
             guarded(handler, &mut tx, &[Order { delivery: &delivery, answer }], publishing).await?;
             Replayed::Applied(delivery.id.to_string())

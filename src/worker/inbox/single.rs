@@ -1,6 +1,5 @@
 //! One message: claimed and applied in a savepoint, judged by its failure, or by the message that has its id already.
 
-use std::any::Any;
 use std::panic::AssertUnwindSafe;
 
 use futures_util::FutureExt;
@@ -11,8 +10,9 @@ use crate::handler::{Failure, Handler, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
 use crate::model::outbox;
-use crate::model::outcome::{Outcome, Reason};
-use crate::model::text::{chain, shortened};
+use crate::model::outcome::{Ignored, Outcome, Reason};
+use crate::model::plan::Plan;
+use crate::model::text::{chain, panic_text, shortened};
 use crate::model::time::seconds_text;
 use crate::store::{Attempts, Claim, Earlier, Error, Tx};
 use crate::worker::retry::{NextStep, RetryPolicy};
@@ -74,6 +74,7 @@ pub(super) async fn single(
     let mut outcome = match tx.claim(&[delivery], now_ns).await?.first() {
         Some(Claim::Processed(digest)) => of_known(tx, delivery, *digest, rules.on_conflict).await?,
         Some(Claim::Dead) => Outcome::Duplicate,
+        Some(Claim::New) | None if delivery.plan == Plan::Ignore => Outcome::Ignored(Ignored::Order),
         Some(Claim::New) | None => {
             match guarded(handler, tx, &[order], rules.publishing).await.map_err(Failure::into_inner) {
                 Ok(()) => Outcome::Applied,
@@ -157,11 +158,6 @@ pub(super) async fn guarded(
 pub(in crate::worker) async fn caught<T>(part: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     let run = AssertUnwindSafe(part).catch_unwind().await;
     run.unwrap_or_else(|panic| Err(Failure::Retry(format!("the handler panicked: {}", panic_text(panic.as_ref())))))
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
 /// The outcome of a message whose id was processed with digest `known`.

@@ -3,9 +3,11 @@
 use tokio::time::Instant;
 
 use super::{Until, Worker, ticks};
+use crate::handler::planned;
 use crate::jetstream::consumer::Limits;
 use crate::model::delivery::{Arrival, Delivery, Position};
 use crate::model::outcome::Reason;
+use crate::model::plan::Plan;
 use crate::model::view::ConsumerView;
 use crate::telemetry::metrics::SeenBy;
 use crate::worker::audit;
@@ -32,7 +34,7 @@ impl Worker {
             for Arrival { raw, reply } in former {
                 if raw.position.published_ns < stream_created_ns {
                     self.count(raw.position);
-                    self.waiting.push(Delivery::new(raw, &self.scheme));
+                    self.waiting.push(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
                 } else {
                     current.push(Arrival { raw, reply });
                 }
@@ -87,8 +89,10 @@ impl Worker {
             }
             self.count(position);
             self.held.take(position, reply, position.stream_seq, Instant::now());
-            let mut delivery = Delivery::new(raw, &self.scheme);
-            delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
+            let mut delivery = planned(&*self.handler, Delivery::new(raw, &self.scheme));
+            if delivery.plan != Plan::Ignore {
+                delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
+            }
             self.waiting.push(delivery);
         }
         self.telemetry.health.set_held(self.held.len());
