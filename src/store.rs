@@ -13,8 +13,8 @@ pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
 pub use types::{
-    Anchor, Attempts, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, Mark, OutboxStep,
-    OutboxTaken, Presence, ProcessedRow, Prunable, Rows, Sizes,
+    Anchor, Attempts, AttemptsRecord, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, IdRecord,
+    Mark, OutboxHead, OutboxStep, OutboxTaken, Presence, ProcessedId, ProcessedRow, Prunable, Rows, SeqRecord, Sizes,
 };
 
 use crate::config::Database;
@@ -337,6 +337,22 @@ impl Reader {
     pub async fn other_ids(&mut self, deliveries: &[&Delivery]) -> Result<Vec<Option<String>>, Error> {
         match self {
             Self::Sqlite(reader) => reader.other_ids(deliveries).await,
+        }
+    }
+
+    /// What the tables have about a message id. Takes milliseconds at any number of ids: it neither needs nor loads what a store keeps
+    /// in memory.
+    pub async fn find(&mut self, id: &str) -> Result<IdRecord, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.find(id).await,
+        }
+    }
+
+    /// What the tables have about a sequence of the stream. No index leads there, so only the rows around the place are compared at
+    /// which the sequence is expected: rows are nearly in the order of the stream.
+    pub async fn find_seq(&mut self, stream_seq: u64) -> Result<SeqRecord, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.find_seq(stream_seq).await,
         }
     }
 

@@ -27,6 +27,7 @@ pub use self::tx::Tx;
 mod audit;
 pub mod backup;
 mod binding;
+mod find;
 mod ids;
 mod letters;
 pub mod lock;

@@ -1,6 +1,7 @@
 //! The values that the store takes and returns.
 
 use crate::model::id::Digest;
+use crate::model::letter::Envelope;
 use crate::model::outbox::{OutboxMessage, OutboxRow, OutboxTarget};
 
 /// Whether [`Store::open`](super::Store::open) would find a database or create one.
@@ -106,6 +107,54 @@ pub struct ProcessedRow {
     pub row: i64,
     pub stream_seq: u64,
     pub processed_at_ns: i64,
+}
+
+/// A row of `processed_ids`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessedId {
+    pub id: String,
+    pub stream_seq: u64,
+    pub digest: Digest,
+    pub processed_at_ns: i64,
+}
+
+/// What the tables have about one message id, at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct IdRecord {
+    pub processed: Option<ProcessedId>,
+    pub attempts: Option<AttemptsRecord>,
+    /// Dead letters, those that an operator has closed included: the newest ones of each kind, oldest first.
+    pub letters: Vec<Envelope>,
+    /// Rows of the outbox that have this id, or whose id contains it.
+    pub outbox: Vec<OutboxHead>,
+    /// The outbox has more rows than were compared.
+    pub outbox_was_cut: bool,
+}
+
+/// A row of `attempts`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptsRecord {
+    pub attempts: Attempts,
+    pub last_error: Option<String>,
+    pub updated_at_ns: i64,
+}
+
+/// A row of the outbox, without what is published.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutboxHead {
+    pub row: i64,
+    pub id: String,
+    pub subject: String,
+    pub created_at_ns: i64,
+}
+
+/// What the tables have about one sequence of the stream, at one moment. A former stream may have used it too.
+#[derive(Clone, Debug, Default)]
+pub struct SeqRecord {
+    pub processed: Vec<ProcessedId>,
+    pub letters: Vec<Envelope>,
+    /// The tables have rows that were not compared: those far from the place where the sequence is expected.
+    pub was_cut: bool,
 }
 
 /// What the relay of the outbox records, and what it wants next.

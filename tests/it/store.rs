@@ -15,8 +15,8 @@ use order_processor::model::outbox::{OutboxRow, OutboxTarget};
 use order_processor::model::outcome::{Outcome, Reason};
 use order_processor::model::plan::Plan;
 use order_processor::store::{
-    self, Attempts, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, OutboxStep, OutboxTaken, Pause,
-    Presence, Prunable, Reader, Rows, Store, Tx,
+    self, Attempts, AttemptsRecord, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, OutboxStep,
+    OutboxTaken, Pause, Presence, ProcessedId, Prunable, Reader, Rows, Store, Tx,
 };
 use tempfile::TempDir;
 
@@ -296,6 +296,93 @@ async fn the_message_that_used_an_id_earlier_is_found_wherever_its_row_is() {
             assert_eq!(earlier, Some(Earlier { stream_seq: seq, processed_at_ns: NOW }), "o-{seq}");
         }
         assert_eq!(tx.earlier("o-26").await.unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn an_id_is_found_with_all_that_the_tables_have_about_it() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        store.seal_after(10);
+        for seq in 1..=405 {
+            claim(&mut store, &[&delivery(&format!("o-{seq}"), "1", seq)]).await;
+        }
+        let mut reader = Reader::open(&database).await.unwrap();
+        for seq in 1..=405 {
+            let order = delivery(&format!("o-{seq}"), "1", seq);
+            let found = reader.find(&order.id).await.unwrap();
+            let (id, digest) = (order.id.to_string(), order.digest);
+            let expected = ProcessedId { id, stream_seq: seq, digest, processed_at_ns: NOW };
+            assert_eq!(found.processed, Some(expected), "one page of each segment, or the open segment");
+            assert!(found.attempts.is_none() && found.letters.is_empty() && found.outbox.is_empty());
+        }
+        assert_eq!(reader.find("o-406").await.unwrap().processed, None);
+        let prunable = Prunable { before_ns: NOW + 1, gone: None };
+        assert_eq!(store.upkeep(prunable, 25).await.unwrap().0, 25);
+        assert_eq!(reader.find("o-25").await.unwrap().processed, None, "in a segment of which a part is pruned");
+        assert!(reader.find("o-26").await.unwrap().processed.is_some());
+
+        let (first, second, other) = (delivery("o-7", "1", 7), delivery("o-7", "2", 8), delivery("o-77", "3", 9));
+        record(&mut store, &first, dead("first"), NOW + 1).await;
+        record(&mut store, &second, dead("second"), NOW + 2).await;
+        record(&mut store, &other, dead("other"), NOW + 3).await;
+        let mut tx = store.begin().await.unwrap();
+        tx.set_attempts("o-7", Attempts { failed: 2, started: 1 }, Some("busy"), NOW + 4).await.unwrap();
+        let letter = tx.take_letter("o-7", first.digest).await.unwrap().unwrap();
+        let closed = Closed { closing: Closing::Discarded, by: "ops".into(), at_ns: NOW, applied_id: None };
+        tx.record_closed(&letter, &closed).await.unwrap();
+        for id in ["accepted-o-7", "accepted-o-77", "o-7"] {
+            write_row(&mut tx, id, "one").await;
+        }
+        tx.commit().await.unwrap();
+        let found = reader.find("o-7").await.unwrap();
+        assert_eq!(
+            found.attempts,
+            Some(AttemptsRecord {
+                attempts: Attempts { failed: 2, started: 1 },
+                last_error: Some("busy".into()),
+                updated_at_ns: NOW + 4
+            })
+        );
+        let letters: Vec<_> =
+            found.letters.iter().map(|letter| (letter.error.as_str(), letter.closed.is_some())).collect();
+        assert_eq!(letters, [("first", true), ("second", false)]);
+        let outbox: Vec<_> = found.outbox.iter().map(|head| head.id.as_str()).collect();
+        assert_eq!((outbox, found.outbox_was_cut), (vec!["accepted-o-7", "o-7"], false));
+    }
+}
+
+#[tokio::test]
+async fn a_sequence_is_found_near_its_place_and_a_cut_is_reported() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        // A former stream with the same sequences, then this one, in which some orders came late.
+        let former: Vec<_> = (1..=30_000).map(|seq| delivery(&format!("f-{seq}"), "1", seq)).collect();
+        let current: Vec<_> = (1..=30_000).map(|seq| delivery(&format!("c-{seq}"), "1", seq ^ 7)).collect();
+        for batch in former.chunks(10_000).chain(current.chunks(10_000)) {
+            claim(&mut store, &batch.iter().collect::<Vec<_>>()).await;
+        }
+        let (broken, other) = (delivery("b", "1", 12_345), delivery("x", "1", 12_346));
+        record(&mut store, &broken, dead("broken"), NOW).await;
+        record(&mut store, &other, dead("other"), NOW).await;
+        let mut reader = Reader::open(&database).await.unwrap();
+        for seq in [1_u64, 7, 9_999, 12_345, 30_000] {
+            let found = reader.find_seq(seq).await.unwrap();
+            let expected = current.iter().find(|order| order.raw.position.stream_seq == seq).unwrap();
+            let ids: Vec<_> = found.processed.iter().map(|row| row.id.as_str()).collect();
+            assert!(ids.contains(&&*expected.id), "{seq}: {ids:?}");
+            assert!(found.was_cut, "60,000 rows are too many to compare");
+            assert_eq!(found.letters.len(), usize::from(seq == 12_345));
+        }
+        assert!(reader.find_seq(40_000).await.unwrap().processed.is_empty());
+    }
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        claim(&mut store, &[&delivery("a", "1", 3), &delivery("b", "1", 2)]).await;
+        let mut reader = Reader::open(&database).await.unwrap();
+        let found = reader.find_seq(2).await.unwrap();
+        assert_eq!((found.processed[0].id.as_str(), found.was_cut), ("b", false));
+        assert!(reader.find_seq(1).await.unwrap().processed.is_empty());
     }
 }
 

@@ -21,6 +21,7 @@ use self::filters::SegmentFilters;
 pub use self::key::Key;
 use self::key::{AsItIs, FILTER_BITS, PAGES};
 use self::page::{checked, entry, with_check};
+pub use self::row::processed_id;
 use super::sql::{bind, failed};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
@@ -31,6 +32,7 @@ mod filters;
 mod find;
 mod key;
 mod page;
+mod row;
 
 /// Ids that are sealed together. They take 3 MiB of memory before that, and 150 kB for their filter after.
 pub const SEGMENT_ROWS: usize = 50_000;

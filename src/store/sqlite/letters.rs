@@ -13,7 +13,7 @@ use crate::model::label::Label;
 use crate::model::letter::{Closed, Closing, Envelope, Letter, Pile, Which};
 use crate::store::{Direction, Error, ErrorClass, Rows};
 
-const ENVELOPE: &str =
+pub(super) const ENVELOPE: &str =
     "rowid, id, digest, subject, stream_seq, delivered, reason, error, length(payload) AS bytes, published_at, dead_at";
 const DOING: &str = "reading dead letters";
 
@@ -119,14 +119,14 @@ fn key(id: &str, digest: Digest) -> Result<SqliteArguments, Error> {
     Ok(arguments)
 }
 
-fn columns_and_table(of: Pile) -> (&'static str, &'static str) {
+pub(super) fn columns_and_table(of: Pile) -> (&'static str, &'static str) {
     match of {
         Pile::Open => ("NULL AS closed_as, NULL AS closed_by, NULL AS closed_at, NULL AS applied_id", "dead_letters"),
         Pile::Closed => ("closed_as, closed_by, closed_at, applied_id", "closed_letters"),
     }
 }
 
-fn envelope(row: &SqliteRow) -> Envelope {
+pub(super) fn envelope(row: &SqliteRow) -> Envelope {
     let count = |name: &str| row.get::<i64, _>(name).unsigned_abs();
     let closing: Option<&str> = row.get("closed_as");
     Envelope {
