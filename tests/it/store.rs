@@ -358,7 +358,7 @@ async fn a_sequence_is_found_near_its_place_and_a_cut_is_reported() {
         let mut store = open(&database).await;
         // A former stream with the same sequences, then this one, in which some orders came late.
         let former: Vec<_> = (1..=30_000).map(|seq| delivery(&format!("f-{seq}"), "1", seq)).collect();
-        let current: Vec<_> = (1..=30_000).map(|seq| delivery(&format!("c-{seq}"), "1", seq ^ 7)).collect();
+        let current: Vec<_> = (0..30_000).map(|seq| delivery(&format!("c-{seq}"), "1", seq ^ 7)).collect();
         for batch in former.chunks(10_000).chain(current.chunks(10_000)) {
             claim(&mut store, &batch.iter().collect::<Vec<_>>()).await;
         }
@@ -366,7 +366,7 @@ async fn a_sequence_is_found_near_its_place_and_a_cut_is_reported() {
         record(&mut store, &broken, dead("broken"), NOW).await;
         record(&mut store, &other, dead("other"), NOW).await;
         let mut reader = Reader::open(&database).await.unwrap();
-        for seq in [1_u64, 7, 9_999, 12_345, 30_000] {
+        for seq in [1, 7, 9_999, 12_345, 29_999] {
             let found = reader.find_seq(seq).await.unwrap();
             let expected = current.iter().find(|order| order.raw.position.stream_seq == seq).unwrap();
             let ids: Vec<_> = found.processed.iter().map(|row| row.id.as_str()).collect();
