@@ -23,9 +23,7 @@ impl Handler for Orders {
 
 async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Result<(), Failure> {
     for chunk in chunks(orders) {
-        let sql =
-            values("INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ", 5, chunk.len(), "");
-        let mut statement = sqlx::query(AssertSqlSafe(sql.clone()));
+        let mut statement = sqlx::query(AssertSqlSafe(insert(chunk.len())));
         for Order { delivery, .. } in chunk {
             let position = delivery.raw.position;
             statement = statement
@@ -36,10 +34,15 @@ async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Resu
                 .bind(delivery.raw.payload.as_ref());
         }
         if let Err(error) = statement.execute(&mut *connection).await {
-            return Err(failure(connection, &sql, error.into()).await);
+            return Err(failure(connection, &insert(chunk.len()), error.into()).await);
         }
     }
     Ok(())
+}
+
+/// The text is up to 12 kB and is needed again only after a failure: it is built again then, not copied for each chunk.
+fn insert(rows: usize) -> String {
+    values("INSERT INTO orders (id, subject, stream_seq, published_at, payload) VALUES ", 5, rows, "")
 }
 
 /// SQLite reports a trigger that needs a missing table and a trigger that cannot read one payload (`malformed JSON`) with the

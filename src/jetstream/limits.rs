@@ -54,7 +54,7 @@ impl Limits {
 pub(super) fn payload(limits: Option<&Limits>, delivered: u64, acknowledgement: Acknowledgement) -> Bytes {
     match (limits, acknowledgement) {
         (Some(limits), Acknowledgement::Nak { delay }) if !delay.is_zero() => {
-            format!("-NAK {{\"delay\":{}}}", limits.nak_delay_ns(delay, delivered)).into()
+            Acknowledgement::delayed_nak(limits.nak_delay_ns(delay, delivered)).into()
         }
         _ => match acknowledgement.payload() {
             Cow::Borrowed(fixed) => Bytes::from_static(fixed),

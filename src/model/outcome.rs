@@ -126,16 +126,20 @@ pub enum Acknowledgement {
 }
 
 impl Acknowledgement {
-    /// The payload that goes to the reply subject of the delivery (ADR-15, ADR-8 of the NATS project; a nak delay is in
-    /// nanoseconds).
+    /// The payload that goes to the reply subject of the delivery (ADR-15 of the NATS project).
     pub fn payload(self) -> Cow<'static, [u8]> {
         match self {
             Self::Ack => Cow::Borrowed(b"+ACK"),
             Self::Nak { delay } if delay.is_zero() => Cow::Borrowed(b"-NAK"),
-            Self::Nak { delay } => Cow::Owned(format!("-NAK {{\"delay\":{}}}", delay.as_nanos()).into_bytes()),
+            Self::Nak { delay } => Cow::Owned(Self::delayed_nak(delay.as_nanos() as i128).into_bytes()),
             Self::Term { reason } => Cow::Owned(format!("+TERM {}", reason.name()).into_bytes()),
             Self::InProgress => Cow::Borrowed(b"+WPI"),
         }
+    }
+
+    /// The payload of a nak with a delay (ADR-8 of the NATS project).
+    pub fn delayed_nak(delay_ns: i128) -> String {
+        format!("-NAK {{\"delay\":{delay_ns}}}")
     }
 
     /// The label of this acknowledgement in `acks_total`.
