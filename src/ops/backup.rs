@@ -1,19 +1,19 @@
 //! `backup`: a consistent copy of the database, which is checked before it gets its name. The daemon may run.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use indicatif::ProgressBar;
 use tokio_util::sync::CancellationToken;
 
 use super::new_file::NewFile;
 use crate::config::{Config, Database};
+use crate::ops::progress::Progress;
 use crate::ops::signals;
 use crate::store::{self, Contents, OpenError};
 
-const BAR_EVERY: Duration = Duration::from_millis(100);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Args)]
 pub struct BackupArgs {
@@ -71,13 +71,16 @@ async fn make(database: &Database, file: &Path, named: &Path) -> Result<Contents
     Ok(contents)
 }
 
-/// A bar on a terminal. The size of the original is a bound: free pages are not copied.
+/// The size of the original is a bound: free pages are not copied. The check of the copy follows when all pages are copied.
 async fn show_progress(database: &Database, copy: &Path) -> std::convert::Infallible {
-    let bytes = store::sizes(database).database;
-    let bar = if io::stderr().is_terminal() { ProgressBar::new(bytes) } else { ProgressBar::hidden() };
-    let mut every = tokio::time::interval(BAR_EVERY);
+    let total = store::sizes(database).database;
+    let mut progress = Progress::of_bytes(total);
+    let mut every = tokio::time::interval(LOOK_EVERY);
     loop {
         every.tick().await;
-        bar.set_position(std::fs::metadata(copy).map_or(0, |metadata| metadata.len()));
+        let copied = std::fs::metadata(copy).map_or(0, |metadata| metadata.len());
+        if progress.advance(copied) {
+            tracing::info!(copied_bytes = copied, of_bytes = total, "the backup is being written");
+        }
     }
 }

@@ -17,12 +17,20 @@ pub struct Progress {
 impl Progress {
     /// Of `total` messages, or of a number that is not known.
     pub fn new(total: Option<u64>) -> Self {
+        Self::with_template(total, "{bar:40} {human_pos} of {human_len}, {per_sec}, {eta} left{msg}")
+    }
+
+    /// Of about `total` bytes.
+    pub fn of_bytes(total: u64) -> Self {
+        Self::with_template(Some(total), "{bar:40} {binary_bytes} of {binary_total_bytes}, {eta} left{msg}")
+    }
+
+    fn with_template(total: Option<u64>, template: &str) -> Self {
         let bar = match (io::stderr().is_terminal(), total) {
             (true, Some(total)) => ProgressBar::new(total),
             (true, None) => ProgressBar::new_spinner(),
             (false, _) => ProgressBar::hidden(),
         };
-        let template = "{bar:40} {human_pos} of {human_len}, {per_sec}, {eta} left{msg}";
         if let (Some(_), Ok(style)) = (total, ProgressStyle::with_template(template)) {
             bar.set_style(style);
         }

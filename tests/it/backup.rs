@@ -1,6 +1,7 @@
 //! `backup` of a working daemon, backups and exports that fail, and an old backup restored.
 
 use std::path::Path;
+use std::time::Duration;
 
 use sqlx::Connection;
 
@@ -14,6 +15,21 @@ fn restore(spec: &DaemonSpec, backup: &Path) {
         drop(std::fs::remove_file(spec.beside(suffix)));
     }
     std::fs::copy(backup, spec.database()).unwrap();
+}
+
+/// A database of more than 100 MB: enough for a moment in the middle of its copy.
+async fn large() -> (NatsServer, DaemonSpec) {
+    let server = NatsServer::start().await;
+    Broker::connect(&server).await.create(stream_config(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let mut connection = spec.db().open_to_write().await;
+    let many = "INSERT INTO dead_letters (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, \
+                digest) SELECT n, 'ORDERS.new', n, 1, 'permanent', '', '{}', randomblob(2000), n, x'00' \
+                FROM (WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 60000) SELECT n FROM r)";
+    sqlx::query(many).execute(&mut connection).await.unwrap();
+    connection.close().await.unwrap();
+    (server, spec)
 }
 
 #[tokio::test]
@@ -54,17 +70,7 @@ async fn an_old_backup_is_brought_up_to_date_by_an_audit_under_a_pause() {
 
 #[tokio::test]
 async fn an_export_or_a_backup_that_is_broken_off_leaves_nothing() {
-    let server = NatsServer::start().await;
-    Broker::connect(&server).await.create(stream_config(), consumer_config()).await;
-    let spec = DaemonSpec::new(server.url());
-    spec.run_ok(&["run", "--until-idle"]).await;
-    // Enough for a moment in the middle.
-    let mut connection = spec.db().open_to_write().await;
-    let many = "INSERT INTO dead_letters (id, subject, stream_seq, delivered, reason, error, headers, payload, dead_at, \
-                digest) SELECT n, 'ORDERS.new', n, 1, 'permanent', '', '{}', randomblob(2000), n, x'00' \
-                FROM (WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r LIMIT 60000) SELECT n FROM r)";
-    sqlx::query(many).execute(&mut connection).await.unwrap();
-    connection.close().await.unwrap();
+    let (_server, spec) = large().await;
     let written = || {
         let entries = std::fs::read_dir(spec.folder()).unwrap().map(Result::unwrap);
         entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("answer")).collect::<Vec<_>>()
@@ -83,6 +89,31 @@ async fn an_export_or_a_backup_that_is_broken_off_leaves_nothing() {
         assert!(finished.stderr.contains("order-processor: stopped; "), "{command}: {finished:?}");
         assert_eq!(written().len(), 0, "{command}: {:?}", written());
     }
+}
+
+#[tokio::test]
+async fn a_long_backup_logs_how_far_it_is_when_no_terminal_shows_a_bar() {
+    let (_server, spec) = large().await;
+    let mut running = spec.start_with(&["backup", "copy.db"]);
+    eventually("some of it is written", PATIENCE, async || {
+        let names = std::fs::read_dir(spec.folder()).unwrap().map(Result::unwrap);
+        let copies = names.filter(|entry| entry.file_name().to_string_lossy().starts_with("copy.db"));
+        at_least(copies.map(|entry| entry.metadata().unwrap().len()).sum(), 1_000_000)
+    })
+    .await;
+    // Stopped longer than the 5 s after which a line is due: a slow disk, without the size.
+    running.freeze();
+    tokio::time::sleep(Duration::from_millis(5_100)).await;
+    running.thaw();
+    running.wait_exit(PATIENCE).await;
+    let finished = running.finished();
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    let line = finished.stderr.lines().find(|line| line.contains("the backup is being written"));
+    let line = line.unwrap_or_else(|| panic!("no line in {finished:?}"));
+    let number = |key: &str| line.split(key).nth(1).unwrap().split(' ').next().unwrap().parse::<u64>().unwrap();
+    let (copied, of) = (number("copied_bytes="), number("of_bytes="));
+    assert!(0 < copied && copied <= of && of > 100_000_000, "{copied} of {of}");
+    assert!(spec.folder().join("copy.db").exists());
 }
 
 #[tokio::test]
