@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use async_nats::ConnectOptions;
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, pull, push};
 use async_nats::jetstream::stream::{self, ConsumerLimits, RetentionPolicy};
 
-use crate::support::nats::{CONSUMER, STREAM, consumer_config, stream_config};
-use crate::support::{Broker, DaemonSpec, NatsServer};
+use crate::support::nats::{CONSUMER, STREAM, ServerSpec, consumer_config, restricted_worker, stream_config};
+use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, eventually};
 
 fn interest() -> stream::Config {
     stream::Config { retention: RetentionPolicy::Interest, ..stream_config() }
@@ -127,6 +128,50 @@ async fn recreate_under_a_running_daemon_and_publisher_loses_and_doubles_nothing
     spec.db().has("orders", 2000).await;
     worker.drain().await;
     spec.db().applied_once(2000).await;
+}
+
+/// The user of the command may delete the consumer but not create it. The printed commands, in their order, complete the work.
+#[tokio::test]
+async fn recreate_that_ends_after_the_deletion_loses_nothing_and_prints_what_completes_it() {
+    let denied = r#"allow: [">"], deny: ["$JS.API.CONSUMER.CREATE.ORDERS.order-processor", "$JS.API.CONSUMER.CREATE.ORDERS.order-processor.>"]"#;
+    for retention in [RetentionPolicy::Limits, RetentionPolicy::Interest, RetentionPolicy::WorkQueue] {
+        let mut server =
+            NatsServer::with(ServerSpec { config: restricted_worker(denied), ..ServerSpec::default() }).await;
+        let admin = ConnectOptions::with_user_and_password("admin".into(), "admin".into());
+        let broker = Broker::connect_with(&server, admin).await;
+        let old = pull::Config { ack_wait: Duration::from_secs(90), max_ack_pending: 77, ..consumer_config() };
+        broker.create(stream::Config { retention, ..stream_config() }, old).await;
+        let spec = DaemonSpec::new(server.url());
+        broker.publish_numbered(1..=5).await;
+        spec.run_ok(&["run", "--until-idle"]).await;
+        broker.publish_numbered(6..=9).await;
+
+        let failed = spec.run(&["setup", "--recreate", "--yes"]).await;
+        assert_eq!(failed.code, Some(1), "{failed:?}");
+        assert_eq!(failed.complaints().len(), 1, "{failed:?}");
+        let lines: Vec<&str> = failed.stdout.lines().collect();
+        let create = lines.iter().find(|line| line.starts_with("consumer order-processor is deleted")).expect("a line");
+        let command = create.split('`').nth(1).unwrap();
+        let keeps = failed.stdout.contains("`nats consumer rm ORDERS order-processor-keeper`");
+        assert_eq!(keeps, retention == RetentionPolicy::Interest, "{failed:?}");
+        broker.publish_numbered(10..=11).await;
+
+        server.reload(&restricted_worker(r#"allow: [">"]"#));
+        let arguments: Vec<&str> = command.split(' ').skip(1).collect();
+        eventually("the server has the new permissions", PATIENCE, async || {
+            let finished = spec.run(&arguments).await;
+            if finished.code == Some(0) { Ok(()) } else { Err(finished) }
+        })
+        .await;
+        if keeps {
+            broker.jetstream.delete_consumer_from_stream("order-processor-keeper", STREAM).await.unwrap();
+        }
+        let info = broker.consumer_info().await;
+        assert_eq!((info.config.ack_wait, info.config.max_ack_pending), (Duration::from_secs(90), 77), "{command}");
+        assert_eq!(info.num_pending, 6, "{retention:?}: what is acknowledged does not come again");
+        spec.run_ok(&["run", "--until-idle"]).await;
+        spec.db().applied_once(11).await;
+    }
 }
 
 #[tokio::test]

@@ -1,8 +1,9 @@
 //! Replaces the consumer without losing a message.
 //!
-//! The new consumer starts after the ack floor of the old one: every message that the old one had not seen acknowledged comes
-//! again, and the database recognises the orders that it has processed. On a stream with interest retention the server deletes
-//! a message as soon as no consumer waits for it. There, a keeper waits for the messages while the consumer is away.
+//! The new consumer starts after the ack floor of the old one: the server delivers every message that
+//! was not acknowledged there, and the database recognises the orders that it has processed. On a stream with interest retention the server deletes
+//! a message as soon as no consumer waits for it. There, a second consumer, the keeper, waits for the messages between
+//! the deletion and the creation.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -48,18 +49,42 @@ pub(super) async fn run(
         let config = consumer::pull::Config { durable_name: Some(keeper.clone()), ..wanted.clone() };
         server.create_consumer(stream, config).await?;
     }
-    server.delete_consumer(stream, name).await?;
-    if let Err(error) = server.create_consumer(stream, wanted.clone()).await {
-        writeln!(out, "consumer {name} is deleted; create it with `{}`", command(&wanted))?;
-        if needs_keeper {
-            writeln!(out, "consumer {keeper} keeps its messages; delete consumer {keeper} afterwards")?;
+    let replaced = replace(server, stream, wanted, out).await;
+    if needs_keeper {
+        let removed = match &replaced {
+            Ok(()) => server.delete_consumer(stream, &keeper).await,
+            // The consumer may be deleted, also if no answer arrived. Then only the keeper holds the messages.
+            Err(_) => Ok(()),
+        };
+        if replaced.is_err() || removed.is_err() {
+            writeln!(
+                out,
+                "consumer {keeper} still holds the messages; when consumer {name} exists, delete consumer {keeper} with `nats consumer \
+                 rm {} {keeper}`",
+                info.config.name
+            )?;
         }
+        removed?;
+    }
+    replaced?;
+    writeln!(out, "consumer {name} recreated")?;
+    Ok(())
+}
+
+/// Deletes the consumer and creates it. If that ends between the two, prints the command that completes it.
+async fn replace(
+    server: &Server<'_>,
+    stream: &Stream,
+    wanted: consumer::pull::Config,
+    out: &mut impl Write,
+) -> Result<(), SetupError> {
+    let name = &server.names.name;
+    server.delete_consumer(stream, name).await?;
+    let complete = command(&wanted);
+    if let Err(error) = server.create_consumer(stream, wanted).await {
+        writeln!(out, "consumer {name} is deleted and its messages are in the stream; create it with `{complete}`")?;
         return Err(error);
     }
-    if needs_keeper {
-        server.delete_consumer(stream, &keeper).await?;
-    }
-    writeln!(out, "consumer {name} recreated")?;
     Ok(())
 }
 
@@ -99,6 +124,8 @@ fn command(config: &consumer::pull::Config) -> String {
     if !filters.is_empty() {
         command += &format!(" --filter '{}'", filters.join(","));
     }
+    command += &format!(" --ack-wait={}", humantime::format_duration(config.ack_wait).to_string().replace(' ', ""));
+    command += &format!(" --max-ack-pending={}", config.max_ack_pending);
     if let DeliverPolicy::ByStartSequence { start_sequence } = config.deliver_policy {
         command += &format!(" --start-seq {start_sequence}");
     }
