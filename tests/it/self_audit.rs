@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use async_nats::jetstream::consumer;
+use async_nats::jetstream::consumer::{self, DeliverPolicy};
 use async_nats::jetstream::stream;
 
 use crate::support::nats::{STREAM, consumer_config, headers, impatient_consumer_config, stream_config};
@@ -93,6 +93,51 @@ async fn orders_that_somebody_else_acknowledged_are_missing() {
     acknowledged_behind_its_back(&broker, &worker, "Order Data 4").await;
     worker.metric("missing_messages", 1.0).await;
     worker.logged(&["ERROR", "messages are missing", "\"sequences\":\"4\""]).await;
+    worker.drain().await;
+}
+
+/// The ids come from the payload, so the server sees no duplicate. The repair makes a dead letter of the order under a used id.
+#[tokio::test]
+async fn another_order_under_a_used_id_is_missing_and_the_same_order_is_not() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id");
+    let mut worker = ready(&spec).await;
+    broker.publish(r#"{"id": 1}"#).await;
+    broker.acknowledged(1).await;
+    acknowledged_behind_its_back(&broker, &worker, r#"{"id": 1}"#).await;
+    complete(&worker, 2).await;
+
+    acknowledged_behind_its_back(&broker, &worker, r#"{"id": 1, "sku": "another"}"#).await;
+    worker.metric("missing_messages", 1.0).await;
+    worker.logged(&["ERROR", "messages are missing", "\"sequences\":\"3\""]).await;
+    repair(&spec).await;
+    worker.metric("missing_messages", 0.0).await;
+    assert_eq!((spec.db().count("orders").await, spec.db().count("dead_letters").await), (1, 1));
+    assert_eq!(spec.db().scalar("SELECT count(*) FROM dead_letters WHERE reason = 'conflict'").await, 1);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn messages_before_the_start_of_the_consumer_are_not_missing() {
+    let server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    broker.jetstream.create_stream(stream_config()).await.unwrap();
+    broker.publish_numbered(1..=5).await;
+    broker.create_consumer(consumer::pull::Config { deliver_policy: DeliverPolicy::New, ..consumer_config() }).await;
+    broker.publish_numbered(6..=8).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = ready(&spec).await;
+    complete(&worker, 8).await;
+    spec.db().has("orders", 3).await;
+    worker.drain().await;
+
+    // A new process has only the tables.
+    let mut worker = ready(&spec).await;
+    broker.publish("Order Data 9").await;
+    complete(&worker, 9).await;
+    acknowledged_behind_its_back(&broker, &worker, "Order Data 10").await;
+    worker.metric("missing_messages", 1.0).await;
+    worker.logged(&["ERROR", "messages are missing", "\"sequences\":\"10\""]).await;
     worker.drain().await;
 }
 

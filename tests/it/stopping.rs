@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use async_nats::jetstream::AckKind;
 use order_processor::worker::inbox::SUSPECT_FROM;
 use sqlx::Connection;
 
@@ -87,6 +88,48 @@ async fn sigterm_or_sigint_on_an_idle_worker_leaves_one_clean_database_file() {
         assert_eq!(left, ["orders.db"], "the WAL is checkpointed and no lock stays behind");
         assert_eq!(broker.consumer_info().await.num_waiting, 0, "no pull stays behind");
     }
+}
+
+/// The server counts the delivery that was handed back, and only that one. The daemon counts no attempt: a single one is allowed
+/// here, and no order becomes a dead letter.
+#[tokio::test]
+async fn sigint_in_the_middle_of_work_hands_back_the_rest_with_one_delivery_counted() {
+    let (server, broker) = Broker::with(patient_consumer_config()).await;
+    let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE).set("batch.max_messages", "16");
+    let spec = spec.set("retry.max_attempts", "1");
+    let mut worker = spec.start();
+    worker.ready().await;
+    let writer = spec.db().lock().await;
+    broker.publish_numbered(1..=48).await;
+    eventually("the worker holds more than one batch", PATIENCE, async || {
+        at_least(worker.metrics().await.get("held_deliveries"), Some(17.0))
+    })
+    .await;
+    worker.send_signal("INT");
+    worker.not_ready("drain").await;
+    writer.close().await.unwrap();
+    assert_eq!(worker.wait_exit(PATIENCE).await.code(), Some(0));
+    let applied = spec.db().count("orders").await;
+    assert!((1..48).contains(&applied), "the batch is committed, the rest is not started: {applied}");
+    spec.db().applied_once(applied).await;
+
+    let handed_back_through = broker.consumer_info().await.delivered.stream_sequence;
+    assert!(handed_back_through > applied.unsigned_abs(), "there was something to hand back");
+    let mut messages = Vec::new();
+    for _ in applied..48 {
+        messages.push(broker.take_one().await);
+    }
+    for message in messages {
+        let info = message.info().unwrap();
+        assert!(info.stream_sequence > applied.unsigned_abs(), "what is applied was acknowledged");
+        let wanted = if info.stream_sequence <= handed_back_through { 2 } else { 1 };
+        assert_eq!(info.delivered, wanted, "deliveries of message {}", info.stream_sequence);
+        message.ack_with(AckKind::Nak(None)).await.unwrap();
+    }
+    let _next = spec.start();
+    broker.acknowledged(48).await;
+    spec.db().applied_once(48).await;
+    assert_eq!(spec.db().count("dead_letters").await, 0);
 }
 
 /// A worker with a commit that will never end by itself: the database counts to infinity for each order.
