@@ -2,8 +2,8 @@
 //! `config/default.toml` ← file ← environment. Nothing here opens a secret file or reads the process environment:
 //! the caller passes the variables, so that tests can pass their own.
 //!
-//! A new setting needs: its key with a comment in `config/default.toml`, a field here, its line in `SETTINGS`, its reader in
-//! `read.rs` (and a parser in `parse.rs` if no other fits), and `make docs` for the reference page. The unit tests check that the
+//! A new setting needs: its key with a comment in `config/default.toml`, a field here, its line in `SETTINGS` (with its bounds, if it has
+//! some), its reader in `read.rs` (and a parser in `parse.rs` if no other fits), and `make docs` for the reference page. The unit tests check that the
 //! file and `SETTINGS` have the same keys.
 
 use std::ffi::OsString;
@@ -163,20 +163,20 @@ pub struct ConsumerNames {
 /// The bounds of one commit and of what is prefetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// 1 to 10,000 messages.
+    /// Messages.
     pub max_messages: usize,
-    /// 64 KiB to 1 GiB, in bytes.
+    /// Payload and headers, in bytes.
     pub max_bytes: usize,
 }
 
 /// When a message that failed in the handler is tried again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Retry {
-    /// 1 to 1,000 runs of the handler.
+    /// Failed runs of the handler, after which a message is a dead letter.
     pub max_attempts: u32,
-    /// At least 1 ms.
+    /// Before the second run.
     pub min_delay: Duration,
-    /// At least `min_delay`, at most 24 h.
+    /// At least `min_delay`.
     pub max_delay: Duration,
 }
 
@@ -201,7 +201,7 @@ pub enum OnConflict {
 pub enum Retention {
     /// While the stream could still hold or redeliver its message, and at least 7 days.
     Auto,
-    /// 1 h to 10 years.
+    /// A fixed time.
     For(Duration),
 }
 
@@ -223,7 +223,7 @@ impl fmt::Display for Database {
 /// When the daemon looks for missing messages by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditSettings {
-    /// 1 s to 7 days; `None` for never.
+    /// `None` for never.
     pub every: Option<Duration>,
 }
 
@@ -237,7 +237,7 @@ pub struct Http {
 /// How long a stop may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shutdown {
-    /// 1 s to 1 h, from the first signal to the exit.
+    /// From the first signal to the exit.
     pub timeout: Duration,
 }
 
@@ -292,11 +292,37 @@ impl Problems {
 /// One key, and what its problems say is allowed. The parsers enforce it: see [`read_config`].
 struct Known {
     key: &'static str,
+    /// With `{bounds}`, `{least}` and `{most}` for what [`Known::bounds`] has.
     allowed: &'static str,
+    bounds: Option<Bounds>,
+}
+
+/// The least and the greatest value of a setting, written as an operator writes them. The parser of the setting reads them, and its
+/// problems show them. A test finds them in `config/default.toml`.
+#[derive(Clone, Copy)]
+struct Bounds {
+    least: &'static str,
+    most: &'static str,
 }
 
 const fn known(key: &'static str, allowed: &'static str) -> Known {
-    Known { key, allowed }
+    Known { key, allowed, bounds: None }
+}
+
+const fn bounded(key: &'static str, allowed: &'static str, least: &'static str, most: &'static str) -> Known {
+    Known { key, allowed, bounds: Some(Bounds { least, most }) }
+}
+
+impl Known {
+    fn of(key: &str) -> &'static Self {
+        SETTINGS.iter().find(|setting| setting.key == key).expect("a unit test reads every setting")
+    }
+
+    fn allowed(&self) -> String {
+        let Some(Bounds { least, most }) = self.bounds else { return self.allowed.to_owned() };
+        let allowed = self.allowed.replace("{bounds}", "from {least} to {most}");
+        allowed.replace("{least}", least).replace("{most}", most)
+    }
 }
 
 const SERVERS: &str = "nats://host:port or tls://host:port, several with commas";
@@ -319,18 +345,18 @@ const SETTINGS: [Known; 28] = [
     known("nats.tls.handshake_first", "true or false"),
     known("consumer.stream", NAME),
     known("consumer.name", NAME),
-    known("batch.max_messages", "a whole number from 1 to 10000"),
-    known("batch.max_bytes", "bytes, or a size such as \"8MiB\", from 64KiB to 1GiB"),
-    known("retry.max_attempts", "a whole number from 1 to 1000"),
-    known("retry.min_delay", "a duration such as \"1s\", from 1ms to 24h"),
-    known("retry.max_delay", "a duration such as \"5m\", from retry.min_delay to 24h"),
+    bounded("batch.max_messages", "a whole number {bounds}", "1", "10000"),
+    bounded("batch.max_bytes", "bytes, or a size such as \"8MiB\", {bounds}", "64KiB", "1GiB"),
+    bounded("retry.max_attempts", "a whole number {bounds}", "1", "1000"),
+    bounded("retry.min_delay", "a duration such as \"1s\", {bounds}", "1ms", "24h"),
+    bounded("retry.max_delay", "a duration such as \"5m\", from retry.min_delay to {most}", "1ms", "24h"),
     known("inbox.on_conflict", "\"dead-letter\" or \"duplicate\""),
     known("inbox.id_pointer", "a JSON pointer such as \"/order/id\", in which ~ is written ~0 and a / in a name ~1"),
-    known("inbox.retention", "\"auto\", or a duration such as \"30d\", from 1h to 10y"),
+    bounded("inbox.retention", "\"auto\", or a duration such as \"30d\", {bounds}", "1h", "10y"),
     known("database.url", "sqlite://relative.db or sqlite:///absolute.db"),
-    known("audit.every", "a duration such as \"1h\", from 1s to 7d, or \"off\""),
+    bounded("audit.every", "a duration such as \"1h\", {bounds}, or \"off\"", "1s", "7d"),
     known("http.listen", "an IP address and port, such as \"127.0.0.1:9464\" or \"[::]:9464\""),
-    known("shutdown.timeout", "a duration such as \"25s\", from 1s to 1h"),
+    bounded("shutdown.timeout", "a duration such as \"25s\", {bounds}", "1s", "1h"),
     known("log.level", "error, warn, info, debug, trace or off, then target=level with commas"),
     known("log.format", "\"auto\", \"text\" or \"json\""),
 ];

@@ -1,26 +1,34 @@
 //! One value each: text, numbers, sizes, durations, servers, names. Pure; a refusal says what is wrong with the value.
 
 use std::net::SocketAddr;
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use ::config::{Value, ValueKind};
 
-use super::Database;
 use super::level::parse_level;
+use super::{Bounds, Database};
 
 fn from_environment(value: &Value) -> bool {
     value.origin().is_some_and(|origin| origin.starts_with("environment"))
 }
 
-pub fn secs(secs: u64) -> Duration {
-    Duration::from_secs(secs)
-}
-
-fn in_range<T: PartialOrd>(number: T, range: &RangeInclusive<T>) -> Result<T, String> {
-    if range.contains(&number) { Ok(number) } else { Err("is out of range".to_owned()) }
+/// The value, if it is within `bounds`. `parse` reads the bounds too.
+pub fn within<T: PartialOrd>(
+    value: &Value,
+    bounds: Bounds,
+    parse: impl Fn(&Value) -> Result<T, String>,
+) -> Result<T, String> {
+    // Numbers are text only in variables.
+    let origin = "environment".to_owned();
+    let bound = |text: &str| parse(&Value::new(Some(&origin), text)).expect("a unit test reads every bound");
+    let parsed = parse(value)?;
+    if (bound(bounds.least)..=bound(bounds.most)).contains(&parsed) {
+        Ok(parsed)
+    } else {
+        Err("is out of range".to_owned())
+    }
 }
 
 /// Text that is fit for a name, a path or a log line.
@@ -52,7 +60,7 @@ pub fn yes_or_no(value: &Value) -> Result<bool, String> {
 }
 
 /// Never rounds: 2.6 is an error. Variables are text by nature; in the file a number is written as one.
-pub fn whole_number(value: &Value, range: RangeInclusive<u32>) -> Result<u32, String> {
+pub fn whole_number(value: &Value) -> Result<u32, String> {
     let number = match &value.kind {
         ValueKind::I64(number) => i128::from(*number),
         ValueKind::Float(_) => return Err("is not a whole number".to_owned()),
@@ -62,14 +70,13 @@ pub fn whole_number(value: &Value, range: RangeInclusive<u32>) -> Result<u32, St
         ValueKind::String(_) => text(value)?.parse::<i128>().map_err(|_| "is not a whole number".to_owned())?,
         _ => return Err("is not a number".to_owned()),
     };
-    let number = u32::try_from(number).map_err(|_| "is out of range".to_owned())?;
-    in_range(number, &range)
+    u32::try_from(number).map_err(|_| "is out of range".to_owned())
 }
 
-pub fn byte_size(value: &Value, range: RangeInclusive<u32>) -> Result<u32, String> {
-    let ValueKind::String(_) = &value.kind else { return whole_number(value, range) };
+pub fn byte_size(value: &Value) -> Result<u32, String> {
+    let ValueKind::String(_) = &value.kind else { return whole_number(value) };
     let ByteSize(bytes) = text(value)?.parse()?;
-    in_range(u32::try_from(bytes).map_err(|_| "is out of range".to_owned())?, &range)
+    u32::try_from(bytes).map_err(|_| "is out of range".to_owned())
 }
 
 /// A number of bytes, written `8388608` or `8MiB`.
@@ -99,7 +106,7 @@ impl FromStr for ByteSize {
     }
 }
 
-pub fn duration(value: &Value, range: RangeInclusive<Duration>) -> Result<Duration, String> {
+pub fn duration(value: &Value) -> Result<Duration, String> {
     let no_unit = || Err("has no unit; write for example \"25s\" or \"5m\"".to_owned());
     let text = match &value.kind {
         ValueKind::I64(_) | ValueKind::Float(_) => return no_unit(),
@@ -108,8 +115,7 @@ pub fn duration(value: &Value, range: RangeInclusive<Duration>) -> Result<Durati
     if text.parse::<f64>().is_ok() {
         return no_unit();
     }
-    let duration = humantime::parse_duration(text).map_err(|error| format!("is not a duration: {error}"))?;
-    in_range(duration, &range)
+    humantime::parse_duration(text).map_err(|error| format!("is not a duration: {error}"))
 }
 
 /// The servers, without white space around the commas. No message shows any part of a server: it may be a password.

@@ -5,8 +5,8 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 
 use super::parse::{
-    byte_size, database, duration, jetstream_name, json_pointer, log_level, path, redact, secs, servers,
-    socket_address, subject, text, whole_number, yes_or_no,
+    byte_size, database, duration, jetstream_name, json_pointer, log_level, path, redact, servers, socket_address,
+    subject, text, whole_number, within, yes_or_no,
 };
 use super::{
     AuditSettings, Auth, Batch, Config, ConsumerNames, DEFAULT_API_PREFIX, Http, InboxSettings, Known, Log, LogFormat,
@@ -23,7 +23,7 @@ pub fn read_config(reader: &mut SettingsReader) -> Result<Config, Refused> {
     let database = reader.required("database.url", database);
     let every = read_audit_every(reader);
     let listen = reader.required("http.listen", socket_address);
-    let timeout = reader.required("shutdown.timeout", |value| duration(value, secs(1)..=secs(3600)));
+    let timeout = reader.bounded("shutdown.timeout", duration);
     let log = read_log(reader);
     Ok(Config {
         nats: nats?,
@@ -111,17 +111,16 @@ fn read_consumer(reader: &mut SettingsReader) -> Result<ConsumerNames, Refused> 
 }
 
 fn read_batch(reader: &mut SettingsReader) -> Result<Batch, Refused> {
-    let max_messages = reader.required("batch.max_messages", |value| whole_number(value, 1..=10_000));
-    let max_bytes = reader.required("batch.max_bytes", |value| byte_size(value, (64 << 10)..=(1 << 30)));
+    let max_messages = reader.bounded("batch.max_messages", whole_number);
+    let max_bytes = reader.bounded("batch.max_bytes", byte_size);
     // Both fit 32 bits, so neither cast can lose anything.
     Ok(Batch { max_messages: max_messages? as usize, max_bytes: max_bytes? as usize })
 }
 
 fn read_retry(reader: &mut SettingsReader) -> Result<Retry, Refused> {
-    let delays = Duration::from_millis(1)..=secs(24 * 3600);
-    let max_attempts = reader.required("retry.max_attempts", |value| whole_number(value, 1..=1000));
-    let min_delay = reader.required("retry.min_delay", |value| duration(value, delays.clone()));
-    let max_delay = reader.required("retry.max_delay", |value| duration(value, delays));
+    let max_attempts = reader.bounded("retry.max_attempts", whole_number);
+    let min_delay = reader.bounded("retry.min_delay", duration);
+    let max_delay = reader.bounded("retry.max_delay", duration);
     if let (Ok(min_delay), Ok(max_delay)) = (&min_delay, &max_delay)
         && max_delay < min_delay
     {
@@ -138,19 +137,13 @@ fn read_inbox(reader: &mut SettingsReader) -> Result<InboxSettings, Refused> {
         _ => Err("is neither".to_owned()),
     });
     let id_pointer = reader.optional("inbox.id_pointer", json_pointer);
-    let retention = reader.required("inbox.retention", |value| match &value.kind {
-        ValueKind::String(text) if text == "auto" => Ok(Retention::Auto),
-        // humantime's year has 365.25 days.
-        _ => duration(value, secs(3600)..=secs(10 * 31_557_600)).map(Retention::For),
-    });
+    let retention = reader.bounded_or("inbox.retention", "auto", duration);
+    let retention = retention.map(|fixed| fixed.map_or(Retention::Auto, Retention::For));
     Ok(InboxSettings { on_conflict: on_conflict?, id_pointer: id_pointer?, retention: retention? })
 }
 
 fn read_audit_every(reader: &mut SettingsReader) -> Result<Option<Duration>, Refused> {
-    reader.required("audit.every", |value| match &value.kind {
-        ValueKind::String(text) if text == "off" => Ok(None),
-        _ => duration(value, secs(1)..=secs(7 * 24 * 3600)).map(Some),
-    })
+    reader.bounded_or("audit.every", "off", duration)
 }
 
 fn read_log(reader: &mut SettingsReader) -> Result<Log, Refused> {
@@ -185,6 +178,30 @@ impl SettingsReader {
         }
     }
 
+    /// A value within the bounds of `key` in [`SETTINGS`].
+    fn bounded<T: PartialOrd>(
+        &mut self,
+        key: &'static str,
+        parse: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<T, Refused> {
+        let bounds = Known::of(key).bounds.expect("only such keys are read with bounds");
+        self.required(key, |value| within(value, bounds, parse))
+    }
+
+    /// The same; `None` if the value is `word`.
+    fn bounded_or<T: PartialOrd>(
+        &mut self,
+        key: &'static str,
+        word: &str,
+        parse: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<Option<T>, Refused> {
+        let bounds = Known::of(key).bounds.expect("only such keys are read with bounds");
+        self.required(key, |value| match &value.kind {
+            ValueKind::String(text) if text == word => Ok(None),
+            _ => within(value, bounds, parse).map(Some),
+        })
+    }
+
     /// `parse` says what is wrong, to be read after the value; what is allowed comes from [`SETTINGS`].
     fn optional<T>(
         &mut self,
@@ -200,7 +217,7 @@ impl SettingsReader {
 
     /// Reports the value of `key`, and gives the error to return.
     fn refuse<T>(&mut self, key: &'static str, what: &str) -> Result<T, Refused> {
-        let allowed = SETTINGS.iter().find(|setting| setting.key == key).map_or("", |setting| setting.allowed);
+        let allowed = Known::of(key).allowed();
         let value = lookup(&self.merged, key).map_or_else(String::new, |value| shown(key, value));
         let source = self.source(key);
         self.problems.push(format!("{key} ({source}): {value} {what}; allowed: {allowed}"));

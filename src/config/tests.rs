@@ -1,6 +1,5 @@
 //! Every rule of the settings, through the same door as the program.
 
-use super::parse::secs;
 use super::sources::variable;
 use super::*;
 use std::os::unix::ffi::OsStringExt;
@@ -28,6 +27,10 @@ fn problem(toml: &str, env: &[(&str, &str)]) -> String {
     problems[0].clone()
 }
 
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
 #[track_caller]
 fn assert_holds(line: &str, parts: &[&str]) {
     for part in parts {
@@ -38,8 +41,8 @@ fn assert_holds(line: &str, parts: &[&str]) {
 #[track_caller]
 fn assert_refused(key: &str, value: &str, what: &str) {
     let line = problem("", &[(&variable(key), value)]);
-    let allowed = SETTINGS.iter().find(|setting| setting.key == key).unwrap().allowed;
-    assert_holds(&line, &[&format!("{key} (environment {})", variable(key)), what, allowed]);
+    let allowed = Known::of(key).allowed();
+    assert_holds(&line, &[&format!("{key} (environment {})", variable(key)), what, &allowed]);
 }
 
 fn config(env: &[(&str, &str)]) -> Config {
@@ -90,6 +93,50 @@ fn default_toml_and_the_settings_have_the_same_keys_in_the_same_order() {
     assert_eq!(default_toml_keys(), known);
     let settings = load("", &[]).unwrap().settings;
     assert_eq!(settings.iter().map(|setting| setting.key).collect::<Vec<_>>(), known);
+}
+
+/// The comment above a key, or above the keys that it stands with.
+fn comment_above(key: &str) -> String {
+    let (section, name) = key.rsplit_once('.').unwrap();
+    let lines: Vec<&str> = DEFAULT_TOML.lines().skip_while(|line| *line != format!("[{section}]")).collect();
+    let at = lines.iter().position(|line| line.starts_with(&format!("{name} = "))).unwrap();
+    let start = lines[..at].iter().rposition(|line| line.is_empty() || line.starts_with('['));
+    let above = &lines[start.map_or(0, |start| start + 1)..at];
+    let last = above.iter().rposition(|line| line.starts_with('#')).unwrap();
+    let first = above[..last].iter().rposition(|line| !line.starts_with('#')).map_or(0, |before| before + 1);
+    above[first..=last].iter().map(|line| line.trim_start_matches('#')).collect()
+}
+
+/// The page `docs/reference/settings.md` is made from these comments, and another test compares the two.
+#[test]
+fn default_toml_names_the_bounds_that_the_parsers_enforce() {
+    let mut checked = 0;
+    for Known { key, bounds, .. } in &SETTINGS {
+        let Some(Bounds { least, most }) = bounds else { continue };
+        let comment = comment_above(key);
+        let words: Vec<&str> = comment.split([' ', ',', '.', ':', ';']).collect();
+        for bound in [least, most] {
+            assert!(words.contains(bound), "{key}: no {bound} in {comment:?}");
+        }
+        let allowed = Known::of(key).allowed();
+        assert!(allowed.contains(&format!("to {most}")) && !allowed.contains('{'), "{key}: {allowed}");
+        // The bounds themselves are accepted, and a value outside is not. For retry.min_delay its companion must not be less.
+        let also = if *key == "retry.min_delay" { "max_delay = '24h'\n" } else { "" };
+        let (section, name) = key.rsplit_once('.').unwrap();
+        let with = |value: &str| {
+            let quoted = if value.parse::<u32>().is_ok() { value.to_owned() } else { format!("'{value}'") };
+            let also = if *key == "retry.max_delay" { "min_delay = '1ms'\n" } else { also };
+            load(&format!("[{section}]\n{also}{name} = {quoted}\n"), &[])
+        };
+        for accepted in [least, most] {
+            assert!(with(accepted).is_ok(), "{key} = {accepted}: {:?}", with(accepted).err());
+        }
+        for outside in ["0", "0s", "11y", "2GiB", "10001"] {
+            assert!(with(outside).is_err(), "{key} = {outside}");
+        }
+        checked += 1;
+    }
+    assert!(checked >= 8, "{checked}");
 }
 
 #[test]
