@@ -88,7 +88,7 @@ impl Store {
         }
     }
 
-    /// Tells a daemon that waits for the database that a repair uses it, which ends by itself.
+    /// Names a repair as the holder of the database. A daemon that waits for the database then knows that the holder ends by itself.
     pub fn sign_as_repair(&mut self) {
         match self {
             Self::Sqlite(store) => store.sign_as_repair(),

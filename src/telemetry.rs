@@ -140,12 +140,11 @@ impl Telemetry {
         self.metrics.wal_bytes.set(sizes.wal as f64);
     }
 
-    /// A commit is durable. Messages without an outcome were not part of it.
-    pub fn committed<'a>(&self, decided: impl Iterator<Item = (&'a Delivery, &'a Option<Outcome>)>, took: Duration) {
+    /// A commit is durable.
+    pub fn committed(&self, decided: &[(Delivery, Outcome)], took: Duration) {
         let now_ns = unix_ns(SystemTime::now());
         let mut commit = Commit { took, ..Commit::default() };
         for (delivery, outcome) in decided {
-            let Some(outcome) = outcome else { continue };
             commit.messages += 1;
             self.metrics.outcomes.increment(outcome.kind(), 1);
             match outcome {

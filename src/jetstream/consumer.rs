@@ -1,10 +1,11 @@
 //! The way to one durable pull consumer: connect, bind, pull, acknowledge. It never creates, edits or deletes anything on the
 //! server.
 //!
-//! The daemon sends its own pull requests and reads the answers from its own subscription. It does not use the pull stream of the client:
-//! that stream can stay silent for half a minute after a reconnect, does not pull again after a missed heartbeat or after some
-//! errors, and spins when the client drains (seen with async-nats 0.51). Here every trouble has the same cure, [`Consumer::lose`]:
-//! look at stream and consumer again, then pull again. Deliveries that arrive in the meantime are kept, because the subscription stays.
+//! The daemon sends its own pull requests and reads the answers from its own subscription. It does not use the pull stream of the
+//! client: that stream can stay silent for half a minute after a reconnect, does not pull again after a missed heartbeat or after
+//! some errors, and spins when the client drains (seen with async-nats 0.51). Here every trouble has the same cure,
+//! [`Consumer::lose`]: look at stream and consumer again, then pull again. Deliveries that arrive in the meantime are kept, because
+//! the subscription stays.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -181,8 +182,8 @@ impl Consumer {
 
     /// Stops pulling for good and returns the deliveries that have arrived.
     ///
-    /// A delivery to a reply subject without a subscription comes back only after `ack_wait`. So an open pull that the server answers right now may
-    /// run out first, for a moment. Then the subscription ends, and a round trip makes sure that no delivery is on its way.
+    /// The server redelivers a message whose reply subject has no subscription only after `ack_wait`. So an open pull that the server
+    /// answers at this moment may end first. Then the subscription ends, and a round trip makes sure that no delivery is on its way.
     pub async fn quiesce(&mut self) -> Vec<Arrival> {
         const LULL: Duration = Duration::from_millis(50);
         const RUN_OUT: Duration = Duration::from_millis(500);
@@ -209,9 +210,7 @@ impl Consumer {
             let names = &self.config.consumer;
             let asked = look(&link.client, &names.stream, &names.name);
             if tokio::time::timeout(PATIENCE, asked).await.is_err() {
-                tracing::debug!(
-                    "the server does not answer; deliveries that are on their way come back after ack_wait"
-                );
+                tracing::debug!("the server does not answer; the server redelivers what is on its way after ack_wait");
             }
         }
         link.take_ready(&mut arrived);

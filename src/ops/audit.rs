@@ -23,7 +23,7 @@ use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::ops::{Format, json_flag, signals};
 use crate::store::{self, Bind, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
-use crate::worker::inbox::Inbox;
+use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::missing::Verdict;
 use crate::worker::retry::RetryPolicy;
 
@@ -33,7 +33,7 @@ mod scope;
 use report::AuditReport;
 use scope::{AuditedStream, Scope};
 
-/// Chunks that were read and not looked up yet.
+/// Chunks that are read but not compared with the database yet.
 const AHEAD: usize = 2;
 
 /// Below the options in `--help`.
@@ -113,7 +113,7 @@ async fn audit(
     let hung_up = stop.clone();
     signals::listen(stop.clone(), move || hung_up.cancel()).map_err(AuditError::Signals)?;
     keep_quiet_about_the_client();
-    // Before anything else, for `--repair` would create a missing database.
+    // First, because `--repair` would create a missing database.
     let mut lookup = Reader::open(&config.database).await?;
     let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
@@ -154,7 +154,7 @@ async fn audit(
     Ok(report.summary.missing == report.summary.repaired && report.summary.other_id == 0)
 }
 
-/// The client ends in a panic over some messages that it cannot parse. The walk notices and reads them another way.
+/// Some messages that the client cannot parse end it with a panic. The walk notices that and reads these messages raw.
 fn keep_quiet_about_the_client() {
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -194,7 +194,7 @@ struct AuditRun {
 }
 
 impl AuditRun {
-    /// Reads ahead on a task of its own, and looks up what was read.
+    /// Reads ahead on a separate task, and compares what was read with the database.
     async fn walk<W: Write>(
         &mut self,
         found: &Snapshot,
@@ -265,7 +265,7 @@ impl AuditRun {
         Ok(())
     }
 
-    /// The daemon prunes ids of messages that the stream drops, and it may have done both while this process slept.
+    /// The daemon deletes the ids of messages that left the stream. That may have happened after the message was read here.
     async fn forget_what_is_gone(&self, missing: &mut Vec<(Delivery, &'static str)>) -> Result<Vanished, AuditError> {
         let mut gone = Vanished::default();
         if let Some(first) = self.stream.first_sequence(self.next).await? {
@@ -276,7 +276,7 @@ impl AuditRun {
         Ok(gone)
     }
 
-    /// With settings that make other ids than the daemon's, all looks missing that it has processed. Applied, it would be so twice.
+    /// With settings that make other ids than the daemon makes, each processed message appears missing. A repair would apply it twice.
     async fn set_other_ids_apart<W: Write>(
         &mut self,
         missing: Vec<(Delivery, &'static str)>,
@@ -295,7 +295,7 @@ impl AuditRun {
         Ok(rest)
     }
 
-    /// Applies what is missing, if so asked, and says of each message what came of it.
+    /// Applies the missing messages with `--repair`, and reports the result of each.
     async fn handle<W: Write>(
         &mut self,
         missing: Vec<(Delivery, &'static str)>,
@@ -318,30 +318,29 @@ impl AuditRun {
             let later = rest.split_off(rest.len().min(self.config.batch.max_messages));
             let outcomes = inbox.process(&rest, &self.stop).await;
             let outcomes = outcomes.map_err(|source| AuditError::Database { next, source })?;
-            let mut undecided = Vec::new();
-            for (delivery, outcome) in rest.into_iter().zip(outcomes) {
+            let Processed { decided, mut left } = Processed::of(rest, outcomes);
+            for (delivery, outcome) in decided {
                 match outcome {
-                    Some(Outcome::Applied | Outcome::Duplicate | Outcome::Dropped | Outcome::Ignored(_)) => {
-                        report.repaired(&delivery, "applied", "")?
+                    Outcome::Applied | Outcome::Duplicate | Outcome::Dropped | Outcome::Ignored(_) => {
+                        report.repaired(&delivery, "applied", "")?;
                     }
-                    Some(Outcome::DeadLettered { reason, error }) => {
+                    Outcome::DeadLettered { reason, error } => {
                         report.repaired(&delivery, "dead-lettered", &format!("{}: {error}", reason.name()))?;
                     }
-                    Some(Outcome::Retry { error, .. }) => report.missing(&delivery, "not applied", &error)?,
-                    None => undecided.push(delivery),
+                    Outcome::Retry { error, .. } => report.missing(&delivery, "not applied", &error)?,
                 }
             }
             if let Some(reason) = inbox.away.take() {
                 return Err(AuditError::Stopped { next, reason });
             }
-            undecided.extend(later);
-            rest = undecided;
+            left.extend(later);
+            rest = left;
         }
         Ok(())
     }
 }
 
-/// `true` at the end of the range, `false` if it was told to stop; and the messages that left the stream before they were read.
+/// `true` at the end of the range, `false` after a stop; and the messages that left the stream before they were read.
 async fn read_ahead(
     mut walk: Walk,
     scheme: IdScheme,

@@ -26,13 +26,13 @@ mod text;
 pub use args::DeadLettersCommand;
 use args::{DiscardArgs, ExportArgs, ListArgs, ReplayArgs, Selection, ShowArgs};
 
-/// Letters read at once.
+/// Dead letters in one page.
 const PAGE: u32 = 500;
-/// What a table shows unless it is told otherwise.
+/// The dead letters in a table without `--limit`.
 const TABLE_LIMIT: u32 = 100;
-/// Letters discarded in one transaction, so that the daemon never waits long.
+/// Dead letters that one transaction discards. The daemon waits only for such a transaction.
 const DISCARD_STEP: usize = 100;
-/// How long a command tries to write beside a busy daemon.
+/// How long a command tries to write while a busy daemon writes.
 const BUSY_PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
@@ -190,7 +190,7 @@ fn count(counter: &mut u64, verdict: &'static str) -> &'static str {
 async fn discard(config: &Config, args: DiscardArgs, out: &mut impl Write) -> Result<(), DeadLettersError> {
     let mut reader = Reader::open(&config.database).await?;
     let mut letters = args.selection.letters(&mut reader).await?;
-    // Those that the question is about, and no others that come meanwhile. Keys only: without the payloads there are room and time.
+    // Only the dead letters of the question, not those that are added after it. Keys only: all payloads may not fit into memory.
     let mut keys: Vec<(String, Digest)> = Vec::new();
     while let Some(page) = letters.next(&mut reader).await? {
         keys.extend(page.into_iter().map(|(_, envelope)| (envelope.id, envelope.digest)));
@@ -240,7 +240,7 @@ async fn export(config: &Config, args: ExportArgs, out: &mut impl Write) -> Resu
         return Ok(());
     };
     let failed = |source| DeadLettersError::File(path.clone(), source);
-    // What was begun is taken away again.
+    // The incomplete file is deleted.
     let stop = CancellationToken::new();
     signals::listen(stop.clone(), || {}).map_err(DeadLettersError::Signals)?;
     let new = NewFile::create(&path).map_err(failed)?;
@@ -261,7 +261,7 @@ async fn write_all(mut letters: Letters, reader: &mut Reader, out: &mut impl Wri
     let mut written = 0;
     while let Some(page) = letters.next(reader).await? {
         for (row, _) in page {
-            // One at a time: payloads may be large.
+            // One dead letter at a time, because payloads may be large.
             let Some(letter) = reader.letter(letters.pile, row).await? else { continue };
             writeln!(out, "{}", json(&text::whole(&letter)).map_err(io::Error::from)?)?;
             written += 1;
@@ -270,7 +270,7 @@ async fn write_all(mut letters: Letters, reader: &mut Reader, out: &mut impl Wri
     Ok(written)
 }
 
-/// Letters page by page, each read for itself: no read lasts long enough to be in the daemon's way.
+/// Dead letters page by page. Each page is a separate read, so that no read keeps the WAL of the daemon large.
 struct Letters {
     pile: Pile,
     which: Which,
@@ -302,8 +302,7 @@ impl Letters {
 }
 
 impl Selection {
-    /// The letters that are there now, oldest first. Every id that is named must be one of a letter, and the filters must leave
-    /// one of them.
+    /// The dead letters of now, oldest first. Each named id must belong to a dead letter, and at least one must pass the filters.
     async fn letters(&self, reader: &mut Reader) -> Result<Letters, DeadLettersError> {
         for id in &self.ids {
             let which = Which { ids: vec![id.clone()], ..Which::default() };
@@ -327,7 +326,7 @@ impl Selection {
     }
 }
 
-/// Again and again while another process is writing, within reason.
+/// Tries again while another process writes, for at most [`BUSY_PATIENCE`].
 async fn patiently<T>(mut work: impl AsyncFnMut() -> Result<T, store::Error>) -> Result<T, store::Error> {
     let deadline = Instant::now() + BUSY_PATIENCE;
     loop {

@@ -1,8 +1,7 @@
-//! `/metrics`, `/livez`, `/readyz` and `/status` over HTTP. Reads what [`Health`] and [`Metrics`] hold, decides
-//! nothing.
+//! `/metrics`, `/livez`, `/readyz` and `/status` over HTTP. Shows what [`Health`] and [`Metrics`] contain and decides nothing.
 //!
-//! Whoever can reach the port can do no harm with it: connections are few, short and served one request each, and those that
-//! say nothing make room for those that ask.
+//! A client that can reach the port can do no harm: connections are limited in number and time, each serves one request, and a new
+//! connection closes the oldest one at the limit.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,26 +27,26 @@ use crate::telemetry::Reminder;
 use crate::telemetry::health::Health;
 use crate::telemetry::metrics::Metrics;
 
-/// Prometheus, a probe and a curious operator need three. One more, and the oldest has to go: an answer takes milliseconds, so
-/// it is one that asks nothing or does not read, and nobody who asks has to wait for it.
+/// Prometheus, a probe and an operator need three connections. At this limit, a new connection closes the oldest one. An answer takes
+/// milliseconds, so the client of the oldest connection sends no request or does not read. No other client has to wait for it.
 const CONNECTIONS_MAX: usize = 64;
 
 /// How long a client may take over its request line and headers.
 const HEADER_LIMIT: Duration = Duration::from_secs(3);
 
-/// How long a connection may last in all, also with a client that does not read the answer.
+/// How long a connection may last in all, even if the client does not read the answer.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(15);
 
 /// Request line and headers together; the smallest that hyper allows.
 const HEADER_BYTES_MAX: usize = 8 * 1024;
 
-/// Pause after a failed accept. Without it a process out of file descriptors would spin on the same error.
+/// The pause after a failed accept. Without the pause, a process that has no file descriptors left would repeat the error in a loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long answers in flight may take once the server is told to stop.
+/// How long open connections may take after the stop of the server.
 const STOP_LIMIT: Duration = Duration::from_secs(1);
 
-/// Answers until `shutdown`. To be cancelled late: `/readyz` has to say 503 while the daemon drains.
+/// Answers until `shutdown`, which must come after the drain: `/readyz` answers 503 while the daemon drains.
 pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Health>, shutdown: CancellationToken) {
     let router = router(metrics, health);
     let mut connections = JoinSet::new();
@@ -70,7 +69,7 @@ pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Hea
                     }
                     Err(error) => {
                         if reminder.is_due(&error.to_string()) {
-                            tracing::warn!(%error, "accepting an http connection failed, probes may go unanswered");
+                            tracing::warn!(%error, "cannot accept an HTTP connection; probes may get no answer");
                         }
                         shutdown.run_until_cancelled(sleep(ACCEPT_PAUSE)).await;
                     }
@@ -85,16 +84,16 @@ pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Hea
         }
     };
     if timeout(STOP_LIMIT, rest).await.is_err() {
-        tracing::debug!("http connections cut off at the end");
+        tracing::debug!("HTTP connections were cut off at the end");
     }
 }
 
-/// Takes the port, so that a port in use is known before anything else starts.
+/// Binds the port. Called first, so that a port in use ends the start before anything else begins.
 pub async fn listen(listen: SocketAddr) -> Result<TcpListener, ListenError> {
     TcpListener::bind(listen).await.map_err(|source| ListenError { listen, source })
 }
 
-/// The port could not be taken.
+/// The port cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {listen}, the value of http.listen")]
 pub struct ListenError {
@@ -126,7 +125,7 @@ async fn metrics_text(State(Served { metrics, health }): State<Served>) -> Respo
     match rendered.await {
         Ok(text) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
         Err(error) => {
-            tracing::error!(%error, "rendering the metrics failed");
+            tracing::error!(%error, "cannot render the metrics");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }
@@ -152,14 +151,14 @@ async fn status(State(Served { health, .. }): State<Served>) -> Response {
     match serde_json::to_string(&health.status()) {
         Ok(json) => ([(CONTENT_TYPE, "application/json")], json + "\n").into_response(),
         Err(error) => {
-            tracing::error!(%error, "writing the status as JSON failed");
+            tracing::error!(%error, "cannot write the status as JSON");
             StatusCode::INTERNAL_SERVER_ERROR.into_response()
         }
     }
 }
 
-/// One request, one answer. A connection kept open would need a bound of its own, and a scrape every few seconds gains
-/// nothing from it.
+/// One request, one answer. A connection that stays open would need another limit, and a scrape every few seconds gains nothing
+/// from it.
 async fn serve_connection(stream: TcpStream, router: Router) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -169,8 +168,8 @@ async fn serve_connection(stream: TcpStream, router: Router) {
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     match timeout(CONNECTION_LIMIT, connection).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "http connection failed"),
-        Err(_) => tracing::debug!("http connection took too long"),
+        Ok(Err(error)) => tracing::debug!(%error, "the HTTP connection failed"),
+        Err(_) => tracing::debug!("the HTTP connection took too long"),
     }
 }
 
@@ -178,7 +177,7 @@ fn report_panic(ended: Result<(), JoinError>) {
     if let Err(error) = ended
         && error.is_panic()
     {
-        tracing::error!(%error, "an http connection's task failed");
+        tracing::error!(%error, "the task of an HTTP connection failed");
     }
 }
 

@@ -1,4 +1,4 @@
-//! How long work shows that it proceeds: a bar on a terminal, a line now and then elsewhere. Always on stderr.
+//! The progress of long work, on stderr: a bar on a terminal, otherwise a log line every [`LINE_EVERY`].
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
@@ -37,7 +37,7 @@ impl Progress {
         Self { bar, logged_at: Instant::now() }
     }
 
-    /// A bar that nobody sees: there is nothing to do.
+    /// Without a bar: there is nothing to do.
     pub fn none() -> Self {
         Self { bar: ProgressBar::hidden(), logged_at: Instant::now() }
     }

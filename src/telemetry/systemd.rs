@@ -1,6 +1,6 @@
-//! What systemd is told: ready, stopping, a status line, the watchdog, and more time to start and to drain.
+//! The messages to systemd: ready, stopping, a status line, the watchdog, and more time to start and to drain.
 //!
-//! Every call is harmless where `NOTIFY_SOCKET` is unset. Verdicts come from [`Health`].
+//! Without `NOTIFY_SOCKET`, nothing is sent. [`Health`] decides what is true; this file decides when it is sent.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,13 +10,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::telemetry::health::Health;
 
-/// The status line changes with every batch; systemd's journal and D-Bus need not.
+/// The least time between two status lines. The status changes with every batch, and D-Bus needs only a few changes.
 const STATUS_PAUSE: Duration = Duration::from_secs(5);
 
-/// More time to start or to drain, asked for again after a third of it.
+/// More time to start or to drain. It is requested again after a third of this time.
 const EXTENSION: Duration = Duration::from_secs(30);
 
-/// How often the facts are looked at.
+/// How often the health is read.
 const LOOK_PAUSE: Duration = Duration::from_secs(1);
 
 /// Keeps systemd informed until `shutdown`.
@@ -29,7 +29,7 @@ pub async fn run(health: Arc<Health>, shutdown: CancellationToken) {
     let mut notifier = Notifier::new(watchdog, pause);
     loop {
         notify(&notifier.next(&health, Instant::now()));
-        // Only now, so that a drain that took less than a pause is told as well.
+        // After the messages, so that systemd gets STOPPING even if the drain takes less than a pause.
         if shutdown.is_cancelled() {
             return;
         }
@@ -49,11 +49,11 @@ fn notify(states: &[NotifyState<'_>]) {
         return;
     }
     if let Err(error) = sd_notify::notify(states) {
-        tracing::warn!(%error, "telling systemd failed");
+        tracing::warn!(%error, "cannot send a message to systemd");
     }
 }
 
-/// What was said already, and so what is to be said next.
+/// What was sent already. It decides what is sent next.
 struct Notifier {
     watchdog: Option<Duration>,
     pause: Duration,
@@ -74,7 +74,7 @@ impl Notifier {
     fn next(&mut self, health: &Health, now: Instant) -> Vec<NotifyState<'_>> {
         let mut states = Vec::new();
         let live = health.is_live().is_ok();
-        // A paused daemon is as far as it is to go: nobody's boot has to wait for the end of the pause.
+        // A paused daemon counts as started: the boot of the machine must not wait for the end of the pause.
         if !self.ready && (health.is_paused() || health.problems().is_empty()) {
             self.ready = true;
             states.push(NotifyState::Ready);
@@ -84,13 +84,13 @@ impl Notifier {
             self.extended_at = None;
             states.push(NotifyState::Stopping);
         }
-        // A server that is down at boot is not a reason to kill the unit; a start that hangs is. And a drain has its own
+        // systemd must not kill a unit whose server is down at boot, but it must kill a start that hangs. A drain has its own
         // deadline, `shutdown.timeout`, which may be longer than TimeoutStopSec.
         if (!self.ready || self.stopping) && live && self.is_due(self.extended_at, EXTENSION / 3, now) {
             self.extended_at = Some(now);
             states.push(extension(EXTENSION));
         }
-        // Nothing is sent for a loop that is wedged: that is what the watchdog is there to find.
+        // Nothing is sent while the loop does not run: the watchdog must notice that.
         if let Some(interval) = self.watchdog
             && live
             && self.is_due(self.watchdog_at, interval / 2, now)
@@ -107,7 +107,7 @@ impl Notifier {
         states
     }
 
-    /// Whether it must be said now because the next look would come too late.
+    /// Whether a message must be sent now because the next read of the health would be too late.
     fn is_due(&self, last: Option<Instant>, every: Duration, now: Instant) -> bool {
         last.is_none_or(|last| now + self.pause > last + every)
     }

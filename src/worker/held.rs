@@ -31,8 +31,8 @@ impl Held {
         before.is_none_or(|before| before.published_ns != position.published_ns)
     }
 
-    /// Gives up the delivery of a message that has its outcome: where to answer, and the first of the sequences for which the
-    /// outcome accounts. `None` if nobody may be told.
+    /// Removes the delivery of a message that has its outcome. Returns where to acknowledge, and the first of the sequences for which
+    /// the outcome accounts. `None` if the outcome must not be acknowledged.
     pub fn answer(&mut self, position: Position) -> Option<(Reply, u64)> {
         match self.0.entry(position.stream_seq) {
             Entry::Occupied(owed) if owed.get().published_ns == position.published_ns => {
@@ -71,7 +71,7 @@ impl Held {
         self.0.retain(|stream_seq, _| *stream_seq <= last_seq);
     }
 
-    /// Nobody may be told about any of them.
+    /// The stream is another one: none of them may be acknowledged.
     pub fn clear(&mut self) {
         self.0.clear();
     }

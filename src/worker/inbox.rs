@@ -21,11 +21,13 @@ use crate::store::{Claim, Error, Store, Tx};
 use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::RetryPolicy;
 use budget::Budget;
+pub use processed::{Outcomes, Processed};
 pub use single::Publishing;
 use single::{Rules, Run, Single, dead, defective, failed, guarded, of_known, single};
 use sort::{Blamed, Kind, Sorted, sort};
 
 mod budget;
+mod processed;
 pub mod replay;
 pub mod single;
 mod sort;
@@ -34,8 +36,6 @@ mod sort;
 pub const SUSPECT_FROM: u64 = 3;
 /// The handler may blame this many orders of one batch. After that, the batch runs message by message.
 const BLAMED_MAX: usize = 8;
-/// Outcomes in the order of the batch; `None` for a message that this pass did not come to.
-pub type Outcomes = Vec<Option<Outcome>>;
 
 /// The database and the handler, behind one function.
 pub struct Inbox {

@@ -34,7 +34,7 @@ use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
 use crate::model::view::ConsumerView;
 use crate::store::{self, Store, Unbound};
 use crate::telemetry::{Reminder, Telemetry};
-use crate::worker::inbox::{Inbox, Outcomes};
+use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::retry::RetryPolicy;
 
 mod drain;
@@ -294,7 +294,7 @@ impl Worker {
             Work::Batch { batch, took, result: Ok(outcomes) } => {
                 self.outages.database_works(&self.telemetry);
                 self.outages.handler(away, &self.telemetry);
-                self.settle(batch, outcomes, took).await;
+                self.settle(Processed::of(batch, outcomes), took).await;
             }
             Work::Batch { batch, result: Err(error), .. } => {
                 // None of it is known to be durable. The batch stays held and goes first when the database is back.
@@ -331,20 +331,18 @@ impl Worker {
     }
 
     /// Acknowledges what a commit has decided. Everything here is durable.
-    async fn settle(&mut self, batch: Vec<Delivery>, outcomes: Outcomes, took: Duration) {
-        let decisions = || batch.iter().zip(&outcomes);
-        self.waiting.put_back(decisions().filter(|(_, outcome)| outcome.is_none()).map(|(it, _)| it.clone()).collect());
+    async fn settle(&mut self, Processed { decided, left }: Processed, took: Duration) {
+        self.waiting.put_back(left);
         // While draining, only `drain` starts jobs.
         let draining = self.draining.is_cancelled();
         if !draining {
             // The next batch starts before anything else follows from this one: the database must not wait.
             self.start_job();
         }
-        self.telemetry.committed(decisions(), took);
-        tracing::debug!(messages = batch.len(), ?took, "committed");
-        let mut acknowledgements = Vec::with_capacity(batch.len());
-        for (delivery, outcome) in batch.iter().zip(outcomes) {
-            let Some(outcome) = outcome else { continue };
+        self.telemetry.committed(&decided, took);
+        tracing::debug!(messages = decided.len(), ?took, "committed");
+        let mut acknowledgements = Vec::with_capacity(decided.len());
+        for (delivery, outcome) in decided {
             let outcome = self.parked.park(delivery.raw.position.stream_seq, outcome, self.limits.as_ref());
             if let Outcome::Ignored(why) = outcome
                 && self.ignored.insert(why)
@@ -352,7 +350,7 @@ impl Worker {
                 let (subject, stream_seq) = (&delivery.raw.subject, delivery.raw.position.stream_seq);
                 tracing::info!(%subject, stream_seq, "ignored {}; more of its kind are only counted", why.name());
             }
-            log_outcome(delivery, &outcome);
+            log_outcome(&delivery, &outcome);
             if let Some((reply, accounts_from)) = self.held.answer(delivery.raw.position) {
                 if outcome.is_final() {
                     self.audit.decided(accounts_from, delivery.raw.position);

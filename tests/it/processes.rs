@@ -100,7 +100,7 @@ async fn out_of_file_descriptors_it_answers_probes_and_recovers() {
     spec.db().applied_once(20).await;
     assert_eq!(spec.db().count("attempts").await, 0, "no attempt is spent");
     let log = worker.log();
-    let said = log.lines().filter(|line| line.contains("accepting an http connection")).count();
+    let said = log.lines().filter(|line| line.contains("cannot accept an HTTP connection")).count();
     assert!(said <= 2, "said {said} times: {log}");
     worker.drain().await;
 }

@@ -1,4 +1,4 @@
-//! What an audit prints: a line for each message that is not as it should be, then the summary.
+//! What an audit prints: a line for each message that is missing or has another id, then the summary.
 
 use std::io::{self, Write};
 use std::time::SystemTime;
@@ -31,7 +31,7 @@ pub struct Summary {
     pub missing: u64,
     /// Of the missing ones.
     pub repaired: u64,
-    /// Processed, but under another id than the settings of now give them; not among the missing ones.
+    /// Processed under another id than the present settings make. They do not count as missing.
     pub other_id: u64,
     /// Messages that left the stream during the audit before they were checked, and the last one of them.
     pub gone: u64,
@@ -43,7 +43,7 @@ pub struct Summary {
     pub notes: Vec<String>,
 }
 
-/// Answers go to `out`, progress to stderr: a bar on a terminal, a line now and then elsewhere.
+/// The result goes to `out`, the progress to stderr.
 pub struct AuditReport<'a, W: Write> {
     out: &'a mut W,
     format: Format,

@@ -1,4 +1,4 @@
-//! How dead letters are printed. What is in them came from anybody: nothing of it may drive a terminal.
+//! How dead letters are printed. Publishers write their content, so no control character of it may reach the terminal.
 
 use std::io::{self, Write};
 

@@ -60,7 +60,7 @@ impl Lock {
         self.after_stop
     }
 
-    /// Tells who waits for the database that it is in use for a repair.
+    /// Writes that a repair holds the lock, for a process that waits for the database.
     pub fn sign_as_repair(&mut self) {
         self.sign(REPAIR);
     }

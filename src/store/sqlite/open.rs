@@ -28,7 +28,7 @@ pub const OPENING_TO_READ: &str = "opening the database to read";
 /// Device and inode of each file that this process has created or checked, and that SQLite may have open here.
 ///
 /// If a process closes any descriptor of a file, POSIX drops all locks that the process has on the file, those of SQLite
-/// included. Another program that closes the database would then take itself for the last one and delete the WAL: what the daemon
+/// included. Another program that closes the database would then count itself as the last user and delete the WAL: what the daemon
 /// commits after that is lost. So nothing but SQLite opens such a file again.
 static SEEN: Mutex<Option<HashSet<(u64, u64)>>> = Mutex::new(None);
 

@@ -1,6 +1,6 @@
 //! The marker beside the database that makes the daemon close the database, `<database>.paused`.
 //!
-//! It is a file and not a row: the pause must last while the database is away for service, and over restarts of the daemon and of
+//! It is a file and not a row: the pause must last while the database is removed for service, and over restarts of the daemon and of
 //! the machine.
 
 use std::fs::{File, OpenOptions};
@@ -25,7 +25,7 @@ pub fn read(database: &Path) -> Result<Option<Pause>, OpenError> {
     let path = marker(database);
     match std::fs::read(&path) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).unwrap_or_default())),
-        // If the folder is away, for example its disk is serviced, the marker is away too. That does not end the pause.
+        // If the folder is not mounted, for example during service of its disk, the marker is missing. That does not end the pause.
         Err(error) if error.kind() == io::ErrorKind::NotFound && !folder(database).is_dir() => {
             Err(OpenError::MissingFolder(folder(database).to_owned()))
         }

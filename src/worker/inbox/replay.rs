@@ -1,4 +1,4 @@
-//! One dead letter in one transaction: claim the id, apply the effect, take the letter away.
+//! One dead letter in one transaction: claim the id, apply the effect, delete the dead letter.
 
 use std::sync::Arc;
 
@@ -22,20 +22,20 @@ pub struct Replay {
     pub dry_run: bool,
 }
 
-/// What came of the replay of one letter.
+/// The result of the replay of one dead letter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Replayed {
     /// Under this id.
     Applied(String),
     /// The handler ignores the order. Its id is claimed.
     Ignored,
-    /// It had been applied before, under this id; only the letter was left.
+    /// The message was applied before under this id. Only the dead letter was left.
     Known(String),
     /// Its id belongs to another order. The letter stays.
     Conflict,
     /// The letter stays, with this error.
     Failed(String),
-    /// The letter is there no more.
+    /// The dead letter no longer exists.
     Gone,
 }
 
@@ -55,7 +55,7 @@ pub async fn replay(
         Ok(answer) => replay_in_transaction(store, handler, (id, digest), answer.as_ref(), wish).await,
         Err(failure) => Err(failure),
     };
-    // Lets go of the write lock, which the daemon may be waiting for, also after a dry run.
+    // Releases the write lock, even after a dry run: the daemon may wait for the lock.
     store.roll_back().await;
     let failure = match replayed {
         Ok(replayed) => return Ok(replayed),
@@ -105,7 +105,7 @@ async fn replay_in_transaction(
 ) -> Result<Replayed, Failure> {
     let now_ns = now_ns();
     let mut tx = store.begin().await?;
-    // First of all, since the id of a message is not given away while it is a dead letter.
+    // First, because nothing may claim the id of a message while the message is a dead letter.
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(Replayed::Gone) };
     let mut delivery = planned(handler, letter.delivery());
     let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();

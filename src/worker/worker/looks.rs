@@ -25,8 +25,8 @@ impl Worker {
     ) {
         let mut current = Vec::new();
         if let Some(former) = former {
-            // What we hold of the former stream is still applied, under its old ids. But an acknowledgement goes by sequence
-            // alone and would hit a message of the new stream: nothing is sent.
+            // The held deliveries of the former stream are still applied, under their old ids. But an acknowledgement names only a
+            // sequence and would acknowledge a message of the new stream: nothing is sent.
             self.held.clear();
             self.parked.clear();
             self.audit.distrust();
@@ -51,12 +51,12 @@ impl Worker {
     pub(super) fn observe(&mut self, view: ConsumerView, limits: Option<Limits>) {
         if let Some(limits) = limits {
             self.set_limits(limits);
-            // Also the filter may be another one.
+            // The filter may have changed too.
             self.audit.rebound();
         }
         let last_seq = view.stream_last_seq;
         if self.view.as_ref().is_some_and(|before| before.stream_last_seq > last_seq) {
-            // The stream lost its tail. What we hold of the tail is still applied.
+            // The stream lost its tail. The held deliveries of the tail are still applied.
             self.held.cut_after(last_seq);
             self.parked.cut_after(last_seq);
             self.audit.distrust();
