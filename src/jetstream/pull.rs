@@ -22,7 +22,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// Far more pulls than a server lets one consumer have.
 const OPEN_MAX: usize = 4096;
 /// Bytes for headers and protocol beside the largest payload, in the byte limit of a pull.
-pub(super) const HEADER_ROOM_BYTES: usize = 64 * 1024;
+pub(super) const HEADER_ALLOWANCE_BYTES: usize = 64 * 1024;
 
 /// What one pull asks for.
 pub(super) struct PullRequest {
@@ -58,7 +58,7 @@ pub(super) struct Pulls {
 }
 
 /// What a message of the subscription for replies was.
-pub(super) enum Received {
+pub(super) enum PullReply {
     Delivery(Arrival),
     Heartbeat,
     /// A pull ran out of time, or is complete.
@@ -130,7 +130,7 @@ impl Pulls {
     }
 
     /// Reads one message of the subscription for replies.
-    pub(super) fn receive(&mut self, message: Message) -> Result<Received, Trouble> {
+    pub(super) fn receive(&mut self, message: Message) -> Result<PullReply, Trouble> {
         self.last_received = Instant::now();
         let Some(status) = message.status else {
             let Some(arrival) = arrival(message) else {
@@ -139,7 +139,7 @@ impl Pulls {
             };
             self.outstanding = self.outstanding.saturating_sub(1);
             self.fruitful = true;
-            return Ok(Received::Delivery(arrival));
+            return Ok(PullReply::Delivery(arrival));
         };
         if message.reply.as_ref().is_some_and(|reply| Position::parse(reply).is_some()) {
             let cause = "a stored message has a NATS status header, so the client reads it as a status of the server";
@@ -149,18 +149,18 @@ impl Pulls {
         let pull = message.subject.rsplit('.').next().and_then(|number| number.parse::<u64>().ok());
         let left = message.headers.as_ref().and_then(|headers| headers.get("Nats-Pending-Messages"));
         match (status, left.and_then(|left| left.as_str().parse::<usize>().ok())) {
-            (StatusCode::IDLE_HEARTBEAT, _) => Ok(Received::Heartbeat),
+            (StatusCode::IDLE_HEARTBEAT, _) => Ok(PullReply::Heartbeat),
             (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, Some(left)) => {
                 self.end(pull);
                 self.outstanding = self.outstanding.saturating_sub(left);
-                Ok(Received::Ended)
+                Ok(PullReply::Ended)
             }
             (StatusCode::REQUEST_TERMINATED, Some(left)) if is_end_of_pull(description) => {
                 self.end(pull);
                 self.outstanding = self.outstanding.saturating_sub(left);
                 // The end of an earlier pull may arrive after the next pull was sent, and is not about that one.
                 let is_last = pull == self.sent.checked_sub(1);
-                Ok(if is_last && !self.fruitful { Received::TooLarge } else { Received::Ended })
+                Ok(if is_last && !self.fruitful { PullReply::TooLarge } else { PullReply::Ended })
             }
             (status, _) => {
                 let hint = match description.to_ascii_lowercase().contains("exceeded maxwaiting") {

@@ -15,7 +15,7 @@ use super::gaps::Positions;
 use super::limits::Limits;
 use super::link::Link;
 use super::look::{Oldest, Snapshot, look, look_with_age};
-use super::pull::{HEADER_ROOM_BYTES, Heartbeat, PullRequest, Pulls, Received};
+use super::pull::{HEADER_ALLOWANCE_BYTES, Heartbeat, PullReply, PullRequest, Pulls};
 use super::stored::{StreamReader, owned_filters};
 use crate::config::Config;
 use crate::model::delivery::Arrival;
@@ -110,7 +110,7 @@ impl Session {
             heartbeat,
             pull_bytes: 0,
             // A limit below the largest possible message would block the consumer on that message for ever.
-            pull_bytes_min: link.client.max_payload() + HEADER_ROOM_BYTES,
+            pull_bytes_min: link.client.max_payload() + HEADER_ALLOWANCE_BYTES,
             served: true,
             last_consumer_seq: 0,
             connects: link.connects(),
@@ -227,12 +227,12 @@ impl Session {
         let received = self.pulls.receive(message)?;
         self.answered = true;
         match received {
-            Received::Heartbeat | Received::Ended => Ok(()),
-            Received::TooLarge => {
+            PullReply::Heartbeat | PullReply::Ended => Ok(()),
+            PullReply::TooLarge => {
                 self.ask_for_more_bytes();
                 Ok(())
             }
-            Received::Delivery(arrival) => {
+            PullReply::Delivery(arrival) => {
                 self.served = true;
                 let position = arrival.raw.position;
                 let is_backwards = position.consumer_seq <= self.last_consumer_seq;

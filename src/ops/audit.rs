@@ -243,7 +243,7 @@ impl AuditRun {
         let known = known.map_err(|source| AuditError::Database { next: self.next, source })?;
         let mut missing = Vec::new();
         for (delivery, claim) in chunk.into_iter().zip(known) {
-            match self.scope.bounds.verdict(&delivery, claim) {
+            match self.scope.rules.verdict(&delivery, claim) {
                 Verdict::NotForTheConsumer => {}
                 Verdict::Processed => report.summary.processed += 1,
                 Verdict::DeadLetter => report.summary.dead_letters += 1,

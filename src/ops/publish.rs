@@ -119,7 +119,7 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     let (start, count) = (args.start, args.count.unwrap_or_default());
     let end = start.checked_add(count).ok_or(PublishError::TooMany { start, count })?;
     let CommandClient { client, denials } = connection::connect_command(&config.nats).await?;
-    let mut publisher = Publisher {
+    let mut publisher = PublishRun {
         jetstream: client.jetstream(),
         denials,
         subject,
@@ -160,7 +160,7 @@ fn quoted(text: &str) -> String {
     if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
-struct Publisher {
+struct PublishRun {
     jetstream: Context,
     denials: Denials,
     subject: String,
@@ -176,7 +176,7 @@ struct Publisher {
     progress: Progress,
 }
 
-impl Publisher {
+impl PublishRun {
     /// One order a line; empty lines count and are skipped, so that a number is a line number. Begins at line `start`.
     async fn lines(&mut self, path: &Path, input: impl AsyncRead + Unpin, start: u64) -> Result<(), PublishError> {
         let failed = |source| PublishError::Input { path: path.to_owned(), source };

@@ -127,7 +127,7 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
     let stream = match server.stream().await? {
         Some(stream) => {
             let asked = edit::of_stream(&args);
-            differs |= edit::apply(&server, edit::Target::Stream, asked, &args, stream.cached_info(), out).await?;
+            differs |= edit::apply(&server, edit::SetupTarget::Stream, asked, &args, stream.cached_info(), out).await?;
             // With what was edited.
             server.stream().await?.ok_or_else(|| SetupError::Missing(format!("stream {stream_name}")))?
         }
@@ -138,7 +138,8 @@ pub async fn setup(config: &Config, args: SetupArgs, out: &mut impl Write) -> Re
         Some(old) if args.recreate => recreate::run(&server, &stream, &old, &args, out).await?,
         Some(_) => {
             let asked = edit::of_consumer(&args);
-            differs |= edit::apply(&server, edit::Target::Consumer, asked, &args, stream.cached_info(), out).await?;
+            differs |=
+                edit::apply(&server, edit::SetupTarget::Consumer, asked, &args, stream.cached_info(), out).await?;
         }
         None => {
             let wanted = wanted_consumer(consumer_name, &args, None, &stream)?;

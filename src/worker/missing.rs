@@ -7,7 +7,7 @@ use crate::store::Claim;
 
 /// What may be judged.
 #[derive(Clone, Copy, Debug)]
-pub struct Bounds {
+pub struct VerdictRules {
     /// Messages published before this were never for the consumer.
     pub start_ns: i64,
     /// The database may have deleted the id of a processed message that was published before this.
@@ -29,7 +29,7 @@ pub enum Verdict {
     Missing(&'static str),
 }
 
-impl Bounds {
+impl VerdictRules {
     pub fn verdict(&self, delivery: &Delivery, claim: Claim) -> Verdict {
         let position = delivery.raw.position;
         let why = match claim {
@@ -63,9 +63,13 @@ mod tests {
 
     #[test]
     fn each_row_of_the_table() {
-        let bounds =
-            Bounds { start_ns: 10, pruned_before_ns: 20, other_filter_through: 5, on_conflict: OnConflict::DeadLetter };
-        let lenient = Bounds { on_conflict: OnConflict::Duplicate, ..bounds };
+        let rules = VerdictRules {
+            start_ns: 10,
+            pruned_before_ns: 20,
+            other_filter_through: 5,
+            on_conflict: OnConflict::DeadLetter,
+        };
+        let lenient = VerdictRules { on_conflict: OnConflict::Duplicate, ..rules };
         let delivery = |stream_seq, published_ns| {
             let position = Position { delivered: 1, stream_seq, consumer_seq: 0, published_ns };
             let (subject, headers, payload) = ("ORDERS.new".into(), Headers::new(), "order".into());
@@ -79,15 +83,15 @@ mod tests {
         let undetermined = |verdict| matches!(verdict, Verdict::Undetermined(_));
 
         let fresh = delivery(6, 30);
-        assert_eq!(bounds.verdict(&delivery(6, 9), Claim::New), Verdict::NotForTheConsumer);
-        assert_eq!(bounds.verdict(&fresh, same(&fresh)), Verdict::Processed);
-        assert_eq!(bounds.verdict(&fresh, Claim::Dead), Verdict::DeadLetter);
-        assert_eq!(bounds.verdict(&marker, Claim::New), Verdict::NotForTheConsumer);
-        assert!(missing(bounds.verdict(&fresh, Claim::New)));
-        assert!(missing(bounds.verdict(&fresh, other)));
+        assert_eq!(rules.verdict(&delivery(6, 9), Claim::New), Verdict::NotForTheConsumer);
+        assert_eq!(rules.verdict(&fresh, same(&fresh)), Verdict::Processed);
+        assert_eq!(rules.verdict(&fresh, Claim::Dead), Verdict::DeadLetter);
+        assert_eq!(rules.verdict(&marker, Claim::New), Verdict::NotForTheConsumer);
+        assert!(missing(rules.verdict(&fresh, Claim::New)));
+        assert!(missing(rules.verdict(&fresh, other)));
         assert_eq!(lenient.verdict(&fresh, other), Verdict::Processed);
-        assert!(undetermined(bounds.verdict(&delivery(6, 19), Claim::New)), "its id may be pruned");
-        assert!(undetermined(bounds.verdict(&delivery(5, 30), Claim::New)), "passed under another filter");
-        assert!(undetermined(bounds.verdict(&delivery(5, 30), other)));
+        assert!(undetermined(rules.verdict(&delivery(6, 19), Claim::New)), "its id may be pruned");
+        assert!(undetermined(rules.verdict(&delivery(5, 30), Claim::New)), "passed under another filter");
+        assert!(undetermined(rules.verdict(&delivery(5, 30), other)));
     }
 }

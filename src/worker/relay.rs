@@ -65,18 +65,18 @@ enum Stage {
     Due,
     /// A step is with the writer.
     Taking,
-    Running(JoinHandle<Ended>),
+    Running(JoinHandle<StageEnd>),
 }
 
 /// What came of the relay's task.
-pub enum Ended {
+pub enum StageEnd {
     Sought(Result<Sought, String>),
     Rounded(Rounded),
 }
 
 /// What the relay's tasks need of the daemon.
 #[derive(Clone)]
-pub struct Surroundings {
+pub struct RelayContext {
     pub publisher: Publisher,
     pub nats: Nats,
     /// The stream and the subjects of our own consumer.
@@ -180,7 +180,7 @@ impl Relay {
         &mut self,
         step: &OutboxStep,
         taken: OutboxTaken,
-        around: Option<Surroundings>,
+        around: Option<RelayContext>,
         telemetry: &Telemetry,
     ) {
         self.done.clear();
@@ -203,16 +203,16 @@ impl Relay {
         let Some(around) = around else { return };
         let targets = self.targets.clone();
         self.stage = Stage::Running(if self.in_doubt {
-            tokio::spawn(async move { Ended::Sought(Seek { around, rows: taken.rows, targets }.run().await) })
+            tokio::spawn(async move { StageEnd::Sought(Seek { around, rows: taken.rows, targets }.run().await) })
         } else {
             let streams = std::mem::take(&mut self.streams);
             let round = Round { around, messages: taken.messages, targets, streams, seen_through: self.seen_through };
-            tokio::spawn(async move { Ended::Rounded(round.run().await) })
+            tokio::spawn(async move { StageEnd::Rounded(round.run().await) })
         });
     }
 
     /// The task that runs.
-    pub fn running(&mut self) -> Option<&mut JoinHandle<Ended>> {
+    pub fn running(&mut self) -> Option<&mut JoinHandle<StageEnd>> {
         match &mut self.stage {
             Stage::Running(task) => Some(task),
             Stage::Idle | Stage::Due | Stage::Taking => None,
@@ -220,16 +220,16 @@ impl Relay {
     }
 
     /// Draws the conclusions from a task that has ended.
-    pub fn ended(&mut self, ended: Result<Ended, JoinError>, telemetry: &Telemetry) {
+    pub fn ended(&mut self, ended: Result<StageEnd, JoinError>, telemetry: &Telemetry) {
         self.stage = Stage::Due;
         match ended {
-            Ok(Ended::Sought(Ok(sought))) => {
+            Ok(StageEnd::Sought(Ok(sought))) => {
                 self.in_doubt = false;
                 self.seen_through = sought.through;
                 self.done = sought.done;
             }
-            Ok(Ended::Sought(Err(cause))) => self.fails(&cause, telemetry),
-            Ok(Ended::Rounded(rounded)) => self.rounded(rounded, telemetry),
+            Ok(StageEnd::Sought(Err(cause))) => self.fails(&cause, telemetry),
+            Ok(StageEnd::Rounded(rounded)) => self.rounded(rounded, telemetry),
             Err(error) => {
                 self.in_doubt = true;
                 self.fails(&format!("a round ended in a panic: {error}"), telemetry);

@@ -10,7 +10,7 @@ use super::{PULL_MESSAGES, Reading};
 use crate::jetstream::client::Client;
 use crate::jetstream::error::Trouble;
 use crate::jetstream::link::Link;
-use crate::jetstream::pull::{HEADER_ROOM_BYTES, Heartbeat, PullRequest, Pulls, Received};
+use crate::jetstream::pull::{HEADER_ALLOWANCE_BYTES, Heartbeat, PullReply, PullRequest, Pulls};
 use crate::model::delivery::Raw;
 
 const PULL_BYTES: usize = 8 * 1024 * 1024;
@@ -72,8 +72,8 @@ impl OwnConsumer {
             };
             match message {
                 Ok(Some(message)) => match self.pulls.receive(message)? {
-                    Received::Heartbeat | Received::Ended | Received::TooLarge => {}
-                    Received::Delivery(arrival) => {
+                    PullReply::Heartbeat | PullReply::Ended | PullReply::TooLarge => {}
+                    PullReply::Delivery(arrival) => {
                         if let Reading::Complete = self.take_in(arrival.raw, to, read)? {
                             return Ok(Reading::Complete);
                         }
@@ -94,7 +94,7 @@ impl OwnConsumer {
             return Ok(());
         }
         // A limit below the largest possible message would block the consumer on that message for ever.
-        let bytes = PULL_BYTES.max(link.client.max_payload() + HEADER_ROOM_BYTES);
+        let bytes = PULL_BYTES.max(link.client.max_payload() + HEADER_ALLOWANCE_BYTES);
         self.pulls
             .send(link, PullRequest { messages: PULL_MESSAGES, bytes, expires: PULL_EXPIRES, heartbeat: Heartbeat::On })
             .await

@@ -12,14 +12,14 @@ use crate::jetstream::look::{Snapshot, StartsAt, look_for_command};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::store::AuditMark;
 use crate::worker::audit::pass::{other_filter_through, settled};
-use crate::worker::missing::Bounds;
+use crate::worker::missing::VerdictRules;
 use crate::worker::retention::pruned_before;
 
 /// Which messages are checked.
 pub struct Scope {
     pub from: u64,
     pub to: u64,
-    pub bounds: Bounds,
+    pub rules: VerdictRules,
     pub notes: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ impl Scope {
                  may never have been for it: they cannot be determined and are never repaired"
             ));
         }
-        let bounds = Bounds {
+        let rules = VerdictRules {
             start_ns,
             pruned_before_ns: pruned_before(config.inbox.retention, oldest_processed_at, unix_ns(SystemTime::now())),
             other_filter_through,
@@ -78,7 +78,7 @@ impl Scope {
         if from > to {
             notes.push(format!("nothing to check: the ack floor is {floor}, and the first message to check is {from}"));
         }
-        Self { from, to, bounds, notes }
+        Self { from, to, rules, notes }
     }
 
     pub fn is_empty(&self) -> bool {

@@ -12,13 +12,13 @@ use serde_json::{Map, Value, json};
 use super::{Server, SetupArgs, SetupError, Unset, refused};
 use crate::ops::teardown::ask;
 
-type Settings = Map<String, Value>;
+type JsonSettings = Map<String, Value>;
 
-/// Settings that are durations in nanoseconds.
+/// JsonSettings that are durations in nanoseconds.
 const DURATIONS: [&str; 4] = ["max_age", "duplicate_window", "ack_wait", "inactive_threshold"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Target {
+pub(super) enum SetupTarget {
     Stream,
     Consumer,
 }
@@ -69,25 +69,25 @@ pub(super) fn of_consumer(args: &SetupArgs) -> Vec<Asked> {
 /// Names what differs, or changes it with `--update`. `true` if something was left as it is.
 pub(super) async fn apply(
     server: &Server<'_>,
-    target: Target,
+    target: SetupTarget,
     asked: Vec<Asked>,
     args: &SetupArgs,
     stream: &StreamInfo,
     out: &mut impl Write,
 ) -> Result<bool, SetupError> {
     let what = match target {
-        Target::Stream => format!("stream {}", server.names.stream),
-        Target::Consumer => format!("consumer {}", server.names.name),
+        SetupTarget::Stream => format!("stream {}", server.names.stream),
+        SetupTarget::Consumer => format!("consumer {}", server.names.name),
     };
-    let mut settings = if asked.is_empty() { Settings::new() } else { read(server, target, &what).await? };
+    let mut settings = if asked.is_empty() { JsonSettings::new() } else { read(server, target, &what).await? };
     let asked = asked.into_iter().filter(|asked| value_of(&settings, asked.key) != asked.wanted);
     let (to_do, left): (Vec<_>, Vec<_>) = asked.partition(|asked| args.update && asked.editable);
     if to_do.is_empty() && left.is_empty() {
         match target {
-            Target::Stream => {
+            SetupTarget::Stream => {
                 writeln!(out, "{what} exists for {}, left as it is", stream.config.subjects.join(", "))?;
             }
-            Target::Consumer => writeln!(out, "{what} exists, left as it is")?,
+            SetupTarget::Consumer => writeln!(out, "{what} exists, left as it is")?,
         }
         return Ok(false);
     }
@@ -103,7 +103,7 @@ pub(super) async fn apply(
     if to_do.is_empty() {
         return Ok(true);
     }
-    if target == Target::Stream {
+    if target == SetupTarget::Stream {
         confirm_deletions(&to_do, args, stream, out)?;
     }
     let changes: Vec<String> = to_do
@@ -153,11 +153,11 @@ fn confirm_deletions(
     ask(args.yes, &format!("Change stream {name}? Type its name to confirm: "), name, || what.clone())
 }
 
-async fn read(server: &Server<'_>, target: Target, what: &str) -> Result<Settings, SetupError> {
+async fn read(server: &Server<'_>, target: SetupTarget, what: &str) -> Result<JsonSettings, SetupError> {
     let (stream, consumer) = (&server.names.stream, &server.names.name);
     let subject = match target {
-        Target::Stream => format!("STREAM.INFO.{stream}"),
-        Target::Consumer => format!("CONSUMER.INFO.{stream}.{consumer}"),
+        SetupTarget::Stream => format!("STREAM.INFO.{stream}"),
+        SetupTarget::Consumer => format!("CONSUMER.INFO.{stream}.{consumer}"),
     };
     let mut info = request(server, subject, &json!({}), format!("return {what}")).await?;
     match info.get_mut("config").map(Value::take) {
@@ -166,11 +166,11 @@ async fn read(server: &Server<'_>, target: Target, what: &str) -> Result<Setting
     }
 }
 
-async fn write(server: &Server<'_>, target: Target, what: &str, settings: Settings) -> Result<(), SetupError> {
+async fn write(server: &Server<'_>, target: SetupTarget, what: &str, settings: JsonSettings) -> Result<(), SetupError> {
     let (stream, consumer) = (&server.names.stream, &server.names.name);
     let (subject, body) = match target {
-        Target::Stream => (format!("STREAM.UPDATE.{stream}"), Value::Object(settings)),
-        Target::Consumer => (
+        SetupTarget::Stream => (format!("STREAM.UPDATE.{stream}"), Value::Object(settings)),
+        SetupTarget::Consumer => (
             format!("CONSUMER.CREATE.{stream}.{consumer}"),
             json!({ "stream_name": stream, "config": settings, "action": "update" }),
         ),
@@ -187,7 +187,7 @@ async fn request(server: &Server<'_>, subject: String, body: &Value, what: Strin
 }
 
 /// As it was asked for, if it says the same.
-fn value_of(settings: &Settings, key: &str) -> Value {
+fn value_of(settings: &JsonSettings, key: &str) -> Value {
     let value = settings.get(key).cloned().unwrap_or_default();
     match (key, &value) {
         // One filter stands under a name of its own.

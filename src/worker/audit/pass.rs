@@ -14,7 +14,7 @@ use crate::model::ranges::{Range, Ranges};
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
 use crate::store::{self, Anchor, AuditMark, OpenError, Reader};
-use crate::worker::missing::{Bounds, Verdict};
+use crate::worker::missing::{Verdict, VerdictRules};
 use crate::worker::retention::{RETENTION_MIN, pruned_before};
 
 /// The wait for the message that shows whether the sequences still mean the same messages. The permission to ask is optional.
@@ -139,14 +139,14 @@ impl Pass {
         let wanted = Range { from: first, to };
         let mut found = Findings::default();
         if self.check && wanted.from <= wanted.to {
-            let bounds = Bounds {
+            let rules = VerdictRules {
                 start_ns: self.reader.starts_at().ns,
                 pruned_before_ns: pruned_before(self.retention, oldest, unix_ns(SystemTime::now())),
                 other_filter_through: mark.other_filter_through,
                 on_conflict: self.on_conflict,
             };
             for range in self.unaccounted(&mut database, wanted, mark.rows_since_ns).await? {
-                self.read(&mut database, range, &bounds, &mut found).await?;
+                self.read(&mut database, range, &rules, &mut found).await?;
             }
             if found.was_read {
                 self.reader.confirm().await?;
@@ -250,7 +250,7 @@ impl Pass {
         &self,
         database: &mut Reader,
         range: Range,
-        bounds: &Bounds,
+        rules: &VerdictRules,
         found: &mut Findings,
     ) -> Result<(), PassError> {
         let first = self.view.stream_first_seq;
@@ -262,7 +262,7 @@ impl Pass {
             found.was_read = true;
             let (arrivals, next) = self.reader.some(from, range.to).await?;
             let deliveries = arrivals.into_iter().map(|arrival| Delivery::new(arrival.raw, &self.scheme)).collect();
-            self.check_page(database, Range { from, to: next - 1 }, deliveries, bounds, found).await?;
+            self.check_page(database, Range { from, to: next - 1 }, deliveries, rules, found).await?;
             from = next;
         }
         Ok(())
@@ -273,7 +273,7 @@ impl Pass {
         database: &mut Reader,
         range: Range,
         deliveries: Vec<Delivery>,
-        bounds: &Bounds,
+        rules: &VerdictRules,
         found: &mut Findings,
     ) -> Result<(), PassError> {
         let claims = database.known(&deliveries.iter().collect::<Vec<_>>()).await?;
@@ -287,7 +287,7 @@ impl Pass {
             if position.published_ns > unix_ns(self.view.last_published_at) {
                 continue;
             }
-            match bounds.verdict(delivery, claim) {
+            match rules.verdict(delivery, claim) {
                 Verdict::NotForTheConsumer | Verdict::Processed | Verdict::DeadLetter => {}
                 Verdict::Undetermined(_) => found.undetermined += 1,
                 Verdict::Missing(_) => missing.push(delivery),

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Surroundings;
+use super::RelayContext;
 use crate::jetstream::outbox::Sent;
 use crate::model::outbox::{OutboxMessage, OutboxTarget};
 use crate::model::subject::SubjectPattern;
@@ -12,7 +12,7 @@ use crate::model::text::chain;
 const STREAMS_MAX: usize = 1_000;
 
 pub(super) struct Round {
-    pub(super) around: Surroundings,
+    pub(super) around: RelayContext,
     pub(super) messages: Vec<OutboxMessage>,
     pub(super) targets: HashMap<String, OutboxTarget>,
     /// The stream of each subject, as far as it is known.

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use super::Surroundings;
+use super::RelayContext;
 use crate::jetstream;
 use crate::jetstream::outbox::{SeekFrom, Seeker};
 use crate::model::outbox::{OutboxRow, OutboxTarget};
 use crate::model::text::chain;
 
 pub(super) struct Seek {
-    pub(super) around: Surroundings,
+    pub(super) around: RelayContext,
     pub(super) rows: Vec<OutboxRow>,
     pub(super) targets: HashMap<String, OutboxTarget>,
 }

@@ -7,7 +7,7 @@ use futures_util::future::OptionFuture;
 use super::{Worker, WorkerError};
 use crate::store::{self, OutboxStep, OutboxTaken};
 use crate::worker::inbox::Inbox;
-use crate::worker::relay::Surroundings;
+use crate::worker::relay::RelayContext;
 use crate::worker::writer::{Done, Work, Writer};
 
 /// How long the drain publishes what its commits have left in the outbox. The next start publishes the rest.
@@ -38,7 +38,7 @@ impl Worker {
             }
         };
         self.outages.database_works(&self.telemetry);
-        let around = self.consumer.publisher().map(|publisher| Surroundings {
+        let around = self.consumer.publisher().map(|publisher| RelayContext {
             publisher,
             nats: self.config.nats.clone(),
             own_stream: self.config.consumer.stream.clone(),

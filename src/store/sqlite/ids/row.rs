@@ -52,7 +52,7 @@ pub async fn processed_id(connection: &mut SqliteConnection, id: &str) -> Result
 }
 
 /// A segment with the one page that may have the id.
-struct Segment {
+struct SegmentPage {
     number: i64,
     first_row: i64,
     last_row: i64,
@@ -64,7 +64,7 @@ async fn segments_below(
     connection: &mut SqliteConnection,
     number: Option<i64>,
     key: Key,
-) -> Result<Vec<Segment>, Error> {
+) -> Result<Vec<SegmentPage>, Error> {
     let rows = sqlx::query(
         "SELECT segment, first_row, last_row, entries FROM id_segments LEFT JOIN id_pages ON page = segment * ?1 + ?2 \
          WHERE segment < ?3 ORDER BY segment DESC LIMIT ?4",
@@ -76,7 +76,7 @@ async fn segments_below(
     .fetch_all(connection)
     .await
     .map_err(|source| failed(LOOKING_UP, source))?;
-    let segment = |row: &SqliteRow| Segment {
+    let segment = |row: &SqliteRow| SegmentPage {
         number: row.get("segment"),
         first_row: row.get("first_row"),
         last_row: row.get("last_row"),
@@ -85,7 +85,7 @@ async fn segments_below(
     Ok(rows.iter().map(segment).collect())
 }
 
-impl Segment {
+impl SegmentPage {
     /// The rows that may have the id.
     fn candidates(&self, key: Key) -> Result<Vec<i64>, Error> {
         let page = self.number * PAGES + key.page();
