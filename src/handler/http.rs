@@ -86,7 +86,7 @@ impl Endpoint {
 
     async fn exchange(
         &self,
-        connection: connect::Connection,
+        connection: connect::HttpConnection,
         delivery: &Delivery,
         deadline: Instant,
     ) -> Result<answer::Received, Lost> {

@@ -132,7 +132,7 @@ async fn recreate_under_a_running_daemon_and_publisher_loses_and_doubles_nothing
 
 /// The user of the command may delete the consumer but not create it. The printed commands, in their order, complete the work.
 #[tokio::test]
-async fn recreate_that_ends_after_the_deletion_loses_nothing_and_prints_what_completes_it() {
+async fn recreate_that_ends_after_the_deletion_is_completed_by_what_it_prints() {
     let denied = r#"allow: [">"], deny: ["$JS.API.CONSUMER.CREATE.ORDERS.order-processor", "$JS.API.CONSUMER.CREATE.ORDERS.order-processor.>"]"#;
     for retention in [RetentionPolicy::Limits, RetentionPolicy::Interest, RetentionPolicy::WorkQueue] {
         let mut server =

@@ -3,7 +3,7 @@
 //!
 //! A failure names the place and what to write instead.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,6 +42,10 @@ const WORDS: [(&str, &str, &str); 7] = [
     ("any more", "no longer", " than"),
     ("let us in", "accept the credentials", "?"),
 ];
+
+/// Types of one name in several modules: the arm of a database beside the enum that has it, and the error of a room, which is always
+/// named with its room.
+const NAMED_TWICE: [&str; 4] = ["Store", "Tx", "Reader", "Error"];
 
 /// Misspelt on purpose, in examples of what the program says about it.
 const MISSPELT: [&str; 2] = ["nats.ulr", "nats.password"];
@@ -202,6 +206,27 @@ fn only_their_own_rooms_name_the_client_and_the_driver() {
         }
     }
     settle("names", &complaints);
+}
+
+#[test]
+fn each_type_has_a_name_of_its_own() {
+    let mut complaints = Vec::new();
+    let mut declared: HashMap<String, String> = HashMap::new();
+    for source in code() {
+        let kinds = ["struct ", "enum ", "trait ", "type "];
+        for (line, text) in source.numbered().take_while(|(_, text)| *text != "#[cfg(test)]") {
+            let text = text.strip_prefix("pub ").or(text.strip_prefix("pub(super) ")).unwrap_or(text);
+            let Some(kind) = kinds.iter().find(|kind| text.starts_with(**kind)) else { continue };
+            let name = after(text, kind)[0].to_owned();
+            if !NAMED_TWICE.contains(&name.as_str())
+                && let Some(other) = declared.insert(name.clone(), source.name.clone())
+            {
+                complaints.push(source.complain(line, format!("{other} has a type {name} too; say what this one is")));
+            }
+        }
+    }
+    assert!(declared.len() > 100, "{declared:?}");
+    settle("names of types", &complaints);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use crate::model::text::chain;
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 
 /// A connection with the secrets that were read for it.
-pub(super) struct Connection {
+pub(super) struct HttpConnection {
     pub sender: SendRequest<Full<Bytes>>,
     pub files: Arc<Files>,
     pub opened: Instant,
@@ -31,7 +31,7 @@ pub(super) struct Connection {
     driver: JoinHandle<()>,
 }
 
-impl Drop for Connection {
+impl Drop for HttpConnection {
     fn drop(&mut self) {
         // An answer may still be on its way, for example a body that was cut off.
         self.driver.abort();
@@ -40,7 +40,11 @@ impl Drop for Connection {
 
 /// # Errors
 /// Why nothing was sent. The text names neither paths nor secrets.
-pub(super) async fn connect(address: &Address, paths: &Arc<Paths>, deadline: Instant) -> Result<Connection, String> {
+pub(super) async fn connect(
+    address: &Address,
+    paths: &Arc<Paths>,
+    deadline: Instant,
+) -> Result<HttpConnection, String> {
     let opened = Instant::now();
     let paths = paths.clone();
     let reading = tokio::task::spawn_blocking(move || files::read(&paths));
@@ -63,7 +67,7 @@ pub(super) async fn connect(address: &Address, paths: &Arc<Paths>, deadline: Ins
         Ok::<_, String>((sender, driver))
     };
     let (sender, driver) = timeout_at(deadline, connecting).await.map_err(|_| TOO_LATE)??;
-    Ok(Connection { sender, files, opened, idle_since: opened, driver })
+    Ok(HttpConnection { sender, files, opened, idle_since: opened, driver })
 }
 
 const TOO_LATE: &str = "cannot connect: no connection within the timeout";

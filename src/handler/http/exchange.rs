@@ -9,7 +9,7 @@ use hyper::{Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
 use super::answer::{Body, Received};
-use super::connect::Connection;
+use super::connect::HttpConnection;
 use super::request::Outgoing;
 
 /// A connection ends after this time, so that a change of the address or of a file is seen within a minute.
@@ -33,11 +33,11 @@ pub(super) enum Lost {
 
 /// Connections that are open and idle.
 #[derive(Default)]
-pub(super) struct Pool(Mutex<Vec<Connection>>);
+pub(super) struct Pool(Mutex<Vec<HttpConnection>>);
 
 impl Pool {
     /// A connection on which a call of this length still ends within [`LIFE_MAX`].
-    pub fn take(&self, timeout: Duration) -> Option<Connection> {
+    pub fn take(&self, timeout: Duration) -> Option<HttpConnection> {
         let mut idle = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         idle.retain(|connection| {
@@ -48,7 +48,7 @@ impl Pool {
         idle.pop()
     }
 
-    fn give_back(&self, mut connection: Connection) {
+    fn give_back(&self, mut connection: HttpConnection) {
         connection.idle_since = Instant::now();
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
     }
@@ -56,7 +56,7 @@ impl Pool {
 
 /// Sends the request and reads the answer. A connection that can be used again goes back to the pool.
 pub(super) async fn exchange(
-    mut connection: Connection,
+    mut connection: HttpConnection,
     pool: &Pool,
     request: Outgoing,
     needs_body: impl Fn(StatusCode) -> bool,

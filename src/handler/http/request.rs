@@ -119,9 +119,9 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::super::settings::{HttpRoute, Place};
-    use super::super::signature::Keys;
     use super::*;
+    use crate::handler::http::settings::{HttpRoute, Place};
+    use crate::handler::http::signature::Keys;
     use crate::model::delivery::{Position, Raw};
     use crate::model::id::IdScheme;
 

@@ -185,6 +185,6 @@ mod tests {
         for (text, part) in [("accepted-17", "7"), ("71", "7"), ("o-11", "o-1"), ("", "7"), ("éa", "a")] {
             assert!(!contains(text, part), "{text} {part}");
         }
-        assert!(contains("a--", "-"), "a part that is no word has no end to miss");
+        assert!(contains("a--", "-"), "a part that is not a word has no end to miss");
     }
 }
