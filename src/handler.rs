@@ -4,6 +4,7 @@ pub mod http;
 pub mod orders;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -50,7 +51,22 @@ pub trait Handler: Send + Sync + 'static {
         0
     }
 
-    /// Calls a service for one order. It may be called again for the same order, so the service must expect that.
+    /// The services that [`call`](Handler::call) uses. The default is one service with [`concurrency`](Handler::concurrency) and no
+    /// name.
+    fn services(&self) -> Vec<Service> {
+        match self.concurrency() {
+            0 => Vec::new(),
+            concurrency => vec![Service { host: "".into(), concurrency }],
+        }
+    }
+
+    /// To which of [`services`](Handler::services) an order with [`Plan::Call`] goes.
+    fn service(&self, _delivery: &Delivery) -> usize {
+        0
+    }
+
+    /// Calls a service for one order. [`Delivery::attempt`] counts its attempts. It may be called again for the same order, so the
+    /// service must expect that.
     async fn call(&self, _delivery: &Delivery) -> Result<Answer, Failure> {
         Ok(Answer::default())
     }
@@ -74,6 +90,15 @@ pub fn planned(handler: &dyn Handler, mut delivery: Delivery) -> Delivery {
         plan @ (Plan::Apply | Plan::Call | Plan::Ignore) => delivery.plan = plan,
     }
     delivery
+}
+
+/// A service that orders go to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Service {
+    /// The host, such as `https://shop.example:443`, for log, metrics and `/readyz`. Services with one host are away together.
+    pub host: Arc<str>,
+    /// How many calls may run at the same time.
+    pub concurrency: usize,
 }
 
 /// One order, as a handler gets it.

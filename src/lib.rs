@@ -6,7 +6,7 @@
 //! # The path of one message
 //!
 //! ```text
-//! pull  →  delivery  →  inbox: claim + apply, one transaction per batch  →  COMMIT (fsync)  →  acknowledge
+//! pull  →  delivery  →  [call]  →  inbox: claim + apply, one transaction per batch  →  COMMIT (fsync)  →  acknowledge
 //! ```
 //!
 //! # The rooms

@@ -1,5 +1,6 @@
 //! What the daemon shows of itself, in one place: a fact that belongs to both a metric and the health is set in both together.
 
+pub mod calls;
 pub mod health;
 pub mod log;
 pub mod metrics;

@@ -15,6 +15,7 @@ mod held;
 mod outage;
 mod parked;
 mod relay;
+pub mod repair;
 mod report;
 mod waiting;
 mod writer;

@@ -29,6 +29,11 @@ pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
+/// The first line of a text.
+pub fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
+
 /// The text on one line, with everything escaped that a terminal obeys or does not show: control characters (C0, C1, ESC, line
 /// breaks), marks that turn the direction of writing, and characters without a shape.
 ///

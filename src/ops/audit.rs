@@ -25,6 +25,7 @@ use crate::ops::{Format, json_flag, signals};
 use crate::store::{self, Bind, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
 use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::missing::Verdict;
+use crate::worker::repair::Repair;
 use crate::worker::retry::RetryPolicy;
 
 mod report;
@@ -115,7 +116,7 @@ async fn audit(
     keep_quiet_about_the_client();
     // First, because `--repair` would create a missing database.
     let mut lookup = Reader::open(&config.database).await?;
-    let inbox = if args.repair { Some(open_inbox(&config, handler).await?) } else { None };
+    let repair = if args.repair { Some(open_repair(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
     let visit = connection::connect_command(&config.nats).await?;
     let found = look_for_command(&visit, &config.consumer).await?;
@@ -133,19 +134,19 @@ async fn audit(
     let scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
     let mut report = AuditReport::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
-    let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, inbox, stop };
+    let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, repair, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let is_repaired = ended.is_ok() && from.is_none() && report.summary.missing == report.summary.repaired;
-    let closed = match audit.inbox.take() {
+    let closed = match audit.repair.take() {
         // Everything that the stream still has up to the ack floor is in this database now.
-        Some(mut inbox) if is_repaired && record.is_none() => {
+        Some(mut repair) if is_repaired && record.is_none() => {
             let repaired = Bind { floor_stream_seq: 0, ..bind };
-            match inbox.store().adopt(&repaired).await {
-                Ok(_) => inbox.close().await,
+            match repair.inbox().store().adopt(&repaired).await {
+                Ok(_) => repair.into_inbox().close().await,
                 Err(error) => Err(error),
             }
         }
-        Some(inbox) => inbox.close().await,
+        Some(repair) => repair.into_inbox().close().await,
         None => Ok(()),
     };
     report.finish(audit.next, ended.is_ok())?;
@@ -166,7 +167,7 @@ fn keep_quiet_about_the_client() {
     }));
 }
 
-async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox, OpenError> {
+async fn open_repair(config: &Config, handler: Arc<dyn Handler>) -> Result<Repair, OpenError> {
     let opened = Store::open(&config.database).await.map_err(|error| match error {
         OpenError::Held { path, holder } if !holder.is_repair => {
             let name = format!("{holder} (if that is the daemon, run `order-processor pause` first)");
@@ -176,9 +177,9 @@ async fn open_inbox(config: &Config, handler: Arc<dyn Handler>) -> Result<Inbox,
     });
     let mut store = opened?;
     store.sign_as_repair();
-    let mut inbox = Inbox::new(store, handler, RetryPolicy::from(&config.retry), config.inbox.on_conflict);
+    let mut inbox = Inbox::new(store, handler.clone(), RetryPolicy::from(&config.retry), config.inbox.on_conflict);
     inbox.publishing.is_repair = true;
-    Ok(inbox)
+    Ok(Repair::new(inbox, handler))
 }
 
 struct AuditRun {
@@ -187,7 +188,7 @@ struct AuditRun {
     scope: Scope,
     lookup: Reader,
     /// With `--repair`.
-    inbox: Option<Inbox>,
+    repair: Option<Repair>,
     stop: CancellationToken,
     /// The first sequence that was not checked yet.
     next: u64,
@@ -256,7 +257,7 @@ impl AuditRun {
             report.gone(gone);
             let missing = self.set_other_ids_apart(missing, report).await?;
             self.handle(missing, report).await?;
-            if self.stop.is_cancelled() && self.inbox.is_some() {
+            if self.stop.is_cancelled() && self.repair.is_some() {
                 return Ok(());
             }
         }
@@ -301,13 +302,14 @@ impl AuditRun {
         missing: Vec<(Delivery, &'static str)>,
         report: &mut AuditReport<'_, W>,
     ) -> Result<(), AuditError> {
-        let Some(inbox) = &mut self.inbox else {
+        let Some(repair) = &mut self.repair else {
             for (delivery, why) in &missing {
                 report.missing(delivery, "missing", why)?;
             }
             return Ok(());
         };
-        let mut rest: Vec<Delivery> = missing.into_iter().map(|(delivery, _)| inbox.planned(delivery)).collect();
+        let mut rest: Vec<Delivery> =
+            missing.into_iter().map(|(delivery, _)| repair.inbox().planned(delivery)).collect();
         while let Some(first) = rest.first() {
             let next = first.raw.position.stream_seq;
             self.next = next;
@@ -316,7 +318,7 @@ impl AuditRun {
             }
             self.stream.first_sequence(next).await?;
             let later = rest.split_off(rest.len().min(self.config.batch.max_messages));
-            let outcomes = inbox.process(&rest, &self.stop).await;
+            let outcomes = repair.process(&rest, &self.stop).await;
             let outcomes = outcomes.map_err(|source| AuditError::Database { next, source })?;
             let Processed { decided, mut left } = Processed::of(rest, outcomes);
             for (delivery, outcome) in decided {
@@ -330,7 +332,7 @@ impl AuditRun {
                     Outcome::Retry { error, .. } => report.missing(&delivery, "not applied", &error)?,
                 }
             }
-            if let Some(reason) = inbox.away.take() {
+            if let Some(reason) = repair.inbox().away.take() {
                 return Err(AuditError::Stopped { next, reason });
             }
             left.extend(later);

@@ -7,6 +7,7 @@ use clap::builder::ValueRange;
 use clap::{Arg, Command, ValueEnum};
 
 use crate::config;
+use crate::telemetry::calls::HOST;
 use crate::telemetry::metrics::Metrics;
 
 #[derive(Debug, clap::Args)]
@@ -28,7 +29,12 @@ pub fn run(command: Command, args: &ReferenceArgs, out: &mut impl Write) -> io::
     let written = match args.page {
         Page::Settings => settings(&mut page, config::DEFAULT_TOML),
         Page::Commands => commands(&mut page, command),
-        Page::Metrics => metrics(&mut page, &Metrics::new().render()),
+        Page::Metrics => {
+            let exposed = Metrics::new();
+            // Only a daemon whose handler calls has a host.
+            drop(exposed.host(""));
+            metrics(&mut page, &exposed.render())
+        }
     };
     written.map_err(io::Error::other)?;
     out.write_all(page.as_bytes())
@@ -153,7 +159,10 @@ fn is_general(arg: &Arg) -> bool {
 fn metrics(page: &mut String, exposed: &str) -> fmt::Result {
     const PREFIX: &str = "order_processor_";
     writeln!(page, "# Metrics\n")?;
-    writeln!(page, "Every name begins with `{PREFIX}`. Every metric is exposed from the start. No label has an id.")?;
+    writeln!(
+        page,
+        "Every name begins with `{PREFIX}`. Every metric is exposed from the start, those with a `host` if the handler calls it. No label has an id."
+    )?;
     writeln!(page, "The figures of the process itself (`process_*`) are there too.")?;
     for (kind, title) in [("counter", "Counters"), ("gauge", "Gauges"), ("histogram", "Histograms")] {
         writeln!(page, "\n## {title}\n\n| metric | labels | meaning |\n|---|---|---|")?;
@@ -166,7 +175,11 @@ fn metrics(page: &mut String, exposed: &str) -> fmt::Result {
         for name in names {
             let help = format!("# HELP {PREFIX}{name} ");
             let help = exposed.lines().find_map(|line| line.strip_prefix(help.as_str())).unwrap_or_default();
-            writeln!(page, "| `{name}` | {} | {help} |", labels(exposed, &format!("{PREFIX}{name}{{")))?;
+            writeln!(
+                page,
+                "| `{name}` | {} | {help} |",
+                labels(exposed, &format!("{PREFIX}{name}{}{{", if kind == "histogram" { "_count" } else { "" }))
+            )?;
         }
     }
     Ok(())
@@ -179,6 +192,10 @@ fn labels(exposed: &str, series: &str) -> String {
     let mut found: Vec<(&str, &str)> = labels.filter_map(|label| label.split_once('=')).collect();
     found.sort_unstable();
     let Some((key, _)) = found.first() else { return String::new() };
+    if *key == HOST {
+        // The hosts are those of the handler file. A second label of such a metric is in its help text.
+        return format!("`{key}`");
+    }
     let values: Vec<&str> = found.iter().map(|(_, value)| value.trim_matches('"')).collect();
     format!("`{key}`: {}", values.join(", "))
 }

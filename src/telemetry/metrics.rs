@@ -12,6 +12,7 @@ use metrics_process::Collector;
 use crate::model::label::{Label, label};
 use crate::model::outcome::{AckKind, OutcomeKind, Reason};
 use crate::store::ErrorClass;
+use crate::telemetry::calls;
 use crate::telemetry::status::Component;
 
 /// Declares [`Metrics`] as `field: kind = exposed name, help text`. One list, so that no metric can lack its help text
@@ -160,6 +161,11 @@ impl Metrics {
         self.recorder.handle().render()
     }
 
+    /// Runs `register` with the recorder of these metrics.
+    pub(super) fn register<T>(&self, register: impl FnOnce() -> T) -> T {
+        ::metrics::with_local_recorder(&self.recorder, register)
+    }
+
     /// Folds the samples of the histograms into their buckets. To be called every few seconds: without it, or a scrape,
     /// samples pile up in memory.
     pub fn upkeep(&self) {
@@ -268,6 +274,7 @@ fn build_recorder() -> PrometheusRecorder {
         ("order_processor_commit_batch_messages", BATCH_MESSAGES),
         ("order_processor_end_to_end_seconds", END_TO_END_SECONDS),
         ("order_processor_shutdown_duration_seconds", DURATION_SECONDS),
+        (calls::DURATION, DURATION_SECONDS),
     ];
     buckets
         .into_iter()

@@ -18,15 +18,17 @@ use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Claim, Error, Store, Tx};
-use crate::worker::calls::{Called, Calls};
 use crate::worker::retry::RetryPolicy;
+use answers::Answers;
 use budget::Budget;
 pub use processed::{Outcomes, Processed};
 pub use single::Publishing;
 use single::{Rules, Run, Single, dead, defective, failed, guarded, of_known, single};
 use sort::{Blamed, Kind, Sorted, sort};
 
+mod answers;
 mod budget;
+mod calling;
 mod processed;
 pub mod replay;
 pub mod single;
@@ -43,7 +45,7 @@ pub struct Inbox {
     handler: Arc<dyn Handler>,
     retry: RetryPolicy,
     on_conflict: OnConflict,
-    calls: Calls,
+    answers: Answers,
     /// Why the handler could not work on any message in the last batch, if so. No message is to blame.
     pub away: Option<String>,
     /// The last delivery that the consumer allows, if there is a last one.
@@ -56,8 +58,8 @@ pub struct Inbox {
 
 impl Inbox {
     pub fn new(store: Store, handler: Arc<dyn Handler>, retry: RetryPolicy, on_conflict: OnConflict) -> Self {
-        let (calls, publishing) = (Calls::default(), Publishing::default());
-        Self { store, handler, retry, on_conflict, calls, away: None, max_deliver: None, publishing, begun: None }
+        let (answers, publishing) = (Answers::default(), Publishing::default());
+        Self { store, handler, retry, on_conflict, answers, away: None, max_deliver: None, publishing, begun: None }
     }
 
     /// Runs one batch of [planned](planned()) deliveries: all [suspects](is_suspect) or none, in stream order, no stream sequence twice.
@@ -104,39 +106,16 @@ impl Inbox {
     }
 
     async fn run(&mut self, batch: &[Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
-        let all: Vec<&Delivery> = batch.iter().collect();
-        if self.handler.concurrency() == 0 {
-            return self.apply(&all, draining).await;
-        }
-        let mut outcomes = vec![None; batch.len()];
-        let mut ready = Vec::with_capacity(batch.len());
-        for (index, called) in self.call(&all, draining).await?.into_iter().enumerate() {
-            match called {
-                Called::Ready => ready.push(index),
-                Called::Left => {}
-                Called::Failed(failure) => {
-                    outcomes[index] = Some(self.blame(all[index], failure, Run::InBatch).await?);
-                }
-            }
-        }
-        let answered: Vec<&Delivery> = ready.iter().map(|&index| all[index]).collect();
-        for (index, outcome) in ready.into_iter().zip(self.apply(&answered, draining).await?) {
+        let mut outcomes = self.fail(batch).await?;
+        let open: Vec<usize> = (0..batch.len()).filter(|&index| outcomes[index].is_none()).collect();
+        let rest: Vec<&Delivery> = open.iter().map(|&index| &batch[index]).collect();
+        for (index, outcome) in open.into_iter().zip(self.apply(&rest, draining).await?) {
             outcomes[index] = outcome;
         }
-        self.calls
-            .forget(all.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_some()).map(|(delivery, _)| *delivery));
+        for (delivery, _) in batch.iter().zip(&outcomes).filter(|(_, outcome)| outcome.is_some()) {
+            self.answers.forget(delivery);
+        }
         Ok(outcomes)
-    }
-
-    /// Runs the calls that the batch needs, outside any transaction. Known ids need none.
-    async fn call(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Vec<Called>, Error> {
-        let mut tx = self.store.begin().await?;
-        let known = tx.known(batch).await?;
-        tx.commit().await?;
-        let budget = Budget::new(draining);
-        let (called, away) = self.calls.run(self.handler.as_ref(), batch, &known, || budget.is_spent()).await;
-        self.away = away;
-        Ok(called)
     }
 
     /// Claims and applies: all together; without those that the handler blames; message by message.
@@ -215,7 +194,7 @@ impl Inbox {
             });
         }
         if !new.is_empty() {
-            let orders: Vec<Order<'_>> = new.iter().map(|&index| self.calls.order(batch[index])).collect();
+            let orders: Vec<Order<'_>> = new.iter().map(|&index| self.answers.order(batch[index])).collect();
             let applied = guarded(self.handler.as_ref(), &mut tx, &orders, self.publishing).await;
             applied.map_err(|failure| Blamed::new(failure, &new))?;
         }
@@ -240,7 +219,7 @@ impl Inbox {
         let mut outcomes = vec![None; batch.len()];
         let mut tx = self.store.begin().await?;
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            match single(&mut tx, handler.as_ref(), self.calls.order(delivery), rules, Run::InBatch).await? {
+            match single(&mut tx, handler.as_ref(), self.answers.order(delivery), rules, Run::InBatch).await? {
                 Single::Decided(decided) => *outcome = Some(decided),
                 Single::Away(cause) => {
                     self.away = Some(cause);
@@ -271,7 +250,7 @@ impl Inbox {
     async fn transaction(&mut self, delivery: &Delivery, run: Run) -> Result<Option<Outcome>, Error> {
         let (rules, handler) = (self.rules(), self.handler.clone());
         let mut tx = self.store.begin().await?;
-        let outcome = match single(&mut tx, handler.as_ref(), self.calls.order(delivery), rules, run).await? {
+        let outcome = match single(&mut tx, handler.as_ref(), self.answers.order(delivery), rules, run).await? {
             Single::Decided(outcome) => Some(outcome),
             Single::Away(cause) => {
                 self.away = Some(cause);
@@ -289,7 +268,7 @@ impl Inbox {
     async fn blame(&mut self, delivery: &Delivery, failure: Failure, run: Run) -> Result<Outcome, Error> {
         let rules = self.rules();
         let mut tx = self.store.begin().await?;
-        let outcome = failed(&mut tx, delivery, failure, rules, run, now_ns()).await?;
+        let outcome = failed(&mut tx, delivery, &failure, rules, run, now_ns()).await?;
         tx.commit().await?;
         Ok(outcome)
     }

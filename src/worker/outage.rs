@@ -18,6 +18,9 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 pub struct Outages {
     database: Outage,
     handler: Outage,
+    /// Why the handler cannot work on any order, and why orders wait for hosts.
+    handler_away: Option<String>,
+    hosts_away: Option<String>,
 }
 
 #[derive(Default)]
@@ -64,15 +67,31 @@ impl Outages {
                 if self.handler.end() {
                     tracing::info!("the handler works again");
                 }
-                telemetry.health.report(Component::Handler, Ok(()));
+                self.handler_away = None;
             }
             Some(cause) => {
                 if self.handler.begin(&cause) {
                     tracing::error!(%cause, "the handler cannot work, pulling stops until it can; no attempt is counted");
                 }
-                telemetry.health.report(Component::Handler, Err(cause));
+                self.handler_away = Some(cause);
             }
         }
+        self.report_handler(telemetry);
+    }
+
+    /// Takes why orders wait for the hosts of their calls. The others continue.
+    pub fn hosts(&mut self, away: Option<String>, telemetry: &Telemetry) {
+        // Nearly always, nothing has changed.
+        if self.hosts_away != away {
+            self.hosts_away = away;
+            self.report_handler(telemetry);
+        }
+    }
+
+    fn report_handler(&self, telemetry: &Telemetry) {
+        let causes: Vec<&str> = self.handler_away.iter().chain(&self.hosts_away).map(String::as_str).collect();
+        let fact = if causes.is_empty() { Ok(()) } else { Err(causes.join("; ")) };
+        telemetry.health.report(Component::Handler, fact);
     }
 }
 

@@ -1,8 +1,9 @@
-//! The log lines of outcomes.
+//! The log lines of outcomes. Of an error, the first line: below it stands what somebody else wrote, such as the endpoint of a call.
 
 use crate::model::delivery::Delivery;
 use crate::model::label::Label;
 use crate::model::outcome::Outcome;
+use crate::model::text::first_line;
 
 /// One line for each message that did not simply succeed. Never its payload.
 pub fn log_outcome(delivery: &Delivery, outcome: &Outcome) {
@@ -17,9 +18,11 @@ pub fn log_outcome(delivery: &Delivery, outcome: &Outcome) {
             tracing::debug!(%subject, stream_seq, delivered, outcome = "ignored", "the message is {}", why.name());
         }
         Outcome::Retry { delay, error } => {
+            let error = first_line(error);
             tracing::warn!(message_id = %id, %subject, stream_seq, delivered, ?delay, %error, outcome = "retry", "the handler failed on {id}; the server will deliver the message again");
         }
         Outcome::DeadLettered { reason, error } => {
+            let error = first_line(error);
             tracing::warn!(message_id = %id, %subject, stream_seq, delivered, reason = reason.name(), %error, outcome = "dead-lettered", "{id} became a dead letter");
         }
     }

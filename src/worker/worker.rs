@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::OptionFuture;
-use tokio::task::JoinError;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use super::acceptance::Acceptance;
 use super::audit::Audit;
+use super::calls::{self, Calls};
 use super::held::Held;
 use super::outage::Outages;
 use super::parked::Parked;
@@ -26,18 +26,21 @@ use super::waiting::Waiting;
 use super::writer::{Done, PRUNE_STEP, Upkept, Work, Writer, upkeep};
 use crate::config::Config;
 use crate::handler::{Handler, planned};
-use crate::jetstream;
 use crate::jetstream::consumer::{Capacity, Consumer, Event, Limits, Receipt};
 use crate::model::delivery::{Arrival, Delivery, Reply};
 use crate::model::id::IdScheme;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
 use crate::model::view::ConsumerView;
-use crate::store::{self, Store, Unbound};
+use crate::store::{self, Store};
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::retry::RetryPolicy;
 
+pub use end::{Ended, Until, WorkerError};
+
+mod calling;
 mod drain;
+mod end;
 mod looks;
 mod publishing;
 
@@ -53,44 +56,6 @@ const INFO_EVERY_UNTIL_IDLE: Duration = Duration::from_millis(250);
 /// How often ids are pruned and rows counted: operators write to the database too, and our gauges must show it.
 const UPKEEP_EVERY: Duration = Duration::from_secs(10);
 
-/// When [`Worker::run`] ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
-    /// Only when it is stopped.
-    Stopped,
-    /// Even before that, when nothing is pending and nothing is held.
-    Idle,
-}
-
-/// Why [`Worker::run`] ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// It was stopped, or it is idle as requested.
-    Done,
-    /// A pause began. Another worker continues after the pause.
-    Paused,
-}
-
-/// Why the worker did not drain.
-#[derive(Debug, thiserror::Error)]
-pub enum WorkerError {
-    /// The operator has to change the consumer or the settings.
-    #[error(transparent)]
-    Refused(jetstream::Error),
-    /// The operator has to give the daemon the database of its consumer.
-    #[error(transparent)]
-    Unbound(Unbound),
-    /// The operator has to restore a backup.
-    #[error("the database is damaged; stop, keep the file, and restore a backup")]
-    Corrupt(#[source] store::Error),
-    #[error("the deadline of {} passed before everything in hand was committed and acknowledged", humantime::format_duration(*.0))]
-    Deadline(Duration),
-    #[error("a batch ended in a panic")]
-    Panicked(#[source] JoinError),
-    #[error("the database could not be closed; nothing is lost, the next start recovers it")]
-    Close(#[source] store::Error),
-}
-
 /// One consumer, one database, one loop.
 pub struct Worker {
     config: Arc<Config>,
@@ -99,6 +64,9 @@ pub struct Worker {
     limits: Option<Limits>,
     view: Option<ConsumerView>,
     scheme: IdScheme,
+    calls: Calls,
+    /// What calls brought since the last batch began.
+    answers: Vec<(Delivery, calls::Outcome)>,
     waiting: Waiting,
     held: Held,
     parked: Parked,
@@ -139,6 +107,8 @@ impl Worker {
             limits: None,
             view: None,
             scheme: IdScheme { stream: config.consumer.stream.clone(), pointer: config.inbox.id_pointer.clone() },
+            calls: Calls::new(handler.clone(), &telemetry),
+            answers: Vec::new(),
             waiting: Waiting::default(),
             held: Held::default(),
             parked: Parked::default(),
@@ -183,12 +153,14 @@ impl Worker {
     ) -> Result<Ended, WorkerError> {
         loop {
             self.start_job();
+            self.start_calls();
             let capacity = self.capacity();
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(Ended::Done),
                 () = &mut pause => return Ok(Ended::Paused),
                 Some(done) = self.writer.done() => self.finish_job(done?).await?,
+                Some(ended) = self.calls.ended() => self.called(ended)?,
                 Some(ended) = OptionFuture::from(self.audit.running()) => self.audited(ended),
                 Some(ended) = OptionFuture::from(self.relay.running()) => self.relay.ended(ended, &self.telemetry),
                 _ = self.tick.tick() => self.keep_alive().await,
@@ -210,13 +182,17 @@ impl Worker {
 
     /// How much may be requested from the server: nothing while the database or the handler cannot work.
     fn capacity(&self) -> Capacity {
-        if self.outages.retry_at().is_some() || !self.acceptance.is_accepted() || self.relay.is_full() {
+        if self.outages.retry_at().is_some()
+            || !self.acceptance.is_accepted()
+            || self.relay.is_full()
+            || self.is_away_half()
+        {
             return Capacity { messages: 0, bytes: 0 };
         }
-        let batch = &self.config.batch;
+        let (batch, calls) = (&self.config.batch, self.calls.size());
         Capacity {
-            messages: batch.max_messages.saturating_sub(self.waiting.messages()),
-            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes()),
+            messages: batch.max_messages.saturating_sub(self.waiting.messages() + calls.messages),
+            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes() + calls.bytes),
         }
     }
 
@@ -228,7 +204,7 @@ impl Worker {
             self.parked.came(raw.position.stream_seq);
             let accounts_from = self.audit.delivered(raw.position, self.filtered);
             if self.held.take(raw.position, reply, accounts_from, now) {
-                self.waiting.push(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
+                self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
             }
         }
         self.telemetry.health.set_held(self.held.len());
@@ -259,9 +235,15 @@ impl Worker {
             self.writer = publishing::start(inbox, step);
             return;
         }
+        let to_look_up = self.calls.next_look_up(!self.waiting.is_empty());
+        if !to_look_up.is_empty() {
+            self.writer = calling::look_up(inbox, to_look_up);
+            return;
+        }
         let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
         self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
+            self.answers.drain(..).for_each(|(delivery, outcome)| inbox.called(&delivery, outcome));
             inbox.publishing.max_payload = self.consumer.publisher().map(|publisher| publisher.max_payload());
             let (draining, cut) = (self.draining.clone(), self.cut.clone());
             Writer::Busy(tokio::spawn(async move {
@@ -317,6 +299,7 @@ impl Worker {
                     self.audit(&view);
                 }
             }
+            Work::LookUp(result) => self.looked_up(result)?,
             Work::Outbox { step, result } => self.outbox_taken(&step, result)?,
             Work::Upkeep(Err(error)) | Work::Bind { result: Err(error), .. } => self.database_failed(error)?,
         }
@@ -351,6 +334,7 @@ impl Worker {
                 tracing::info!(%subject, stream_seq, "ignored {}; more of its kind are only counted", why.name());
             }
             log_outcome(&delivery, &outcome);
+            self.calls.settled(&delivery);
             if let Some((reply, accounts_from)) = self.held.answer(delivery.raw.position) {
                 if outcome.is_final() {
                     self.audit.decided(accounts_from, delivery.raw.position);
@@ -380,6 +364,7 @@ impl Worker {
     async fn keep_alive(&mut self) {
         self.telemetry.health.tick();
         self.telemetry.health.set_held(self.held.len());
+        self.report_hosts();
         let Some(limits) = &self.limits else { return };
         let (half, now) = (limits.ack_wait / 2, Instant::now());
         // What could not be sent is tried again at the next tick.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 
+use super::calls::LookUp;
 use super::inbox::{Inbox, Outcomes};
 use super::worker::WorkerError;
 use crate::model::delivery::Delivery;
@@ -33,6 +34,8 @@ pub enum Work {
         took: Duration,
         result: Result<Outcomes, store::Error>,
     },
+    /// The ids of orders before their calls.
+    LookUp(LookUp),
     Upkeep(Result<Upkept, store::Error>),
     /// A step of the relay.
     Outbox {

@@ -13,7 +13,7 @@ use crate::support::in_process::Bench;
 use crate::support::nats::{consumer_config, headers};
 use crate::support::{PATIENCE, at_least, equal, eventually};
 
-const CONCURRENCY: usize = 3;
+const CONCURRENCY: usize = 4;
 
 /// Calls for each order and keeps the answer in the table `effects`.
 #[derive(Default)]
@@ -25,8 +25,10 @@ struct Caller {
     most_running: AtomicUsize,
     /// The slices that `apply` got, by their payloads.
     slices: Mutex<Vec<Vec<String>>>,
-    /// Calls of orders that begin with `held` take a permit.
+    /// Calls of orders that begin with `held` or `named` take a permit, if there is a gate.
     gate: Option<Semaphore>,
+    /// Orders that begin with `plug` take a permit in their transaction.
+    plug: Option<Semaphore>,
 }
 
 fn text(delivery: &Delivery) -> String {
@@ -44,11 +46,13 @@ impl Handler for Caller {
         let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
         self.most_running.fetch_max(running, Ordering::SeqCst);
         tokio::time::sleep(Duration::from_millis(5)).await;
-        self.running.fetch_sub(1, Ordering::SeqCst);
         let payload = text(delivery);
+        if let Some(gate) = self.gate.as_ref().filter(|_| payload.starts_with("held") || payload.starts_with("named")) {
+            gate.acquire().await.unwrap().forget();
+        }
+        self.running.fetch_sub(1, Ordering::SeqCst);
         let mended = self.mended.load(Ordering::SeqCst);
         match payload.split(' ').next().unwrap_or_default() {
-            "held" => self.gate.as_ref().unwrap().acquire().await.unwrap().forget(),
             "away" if !mended => return Err(Failure::Away("the shop is away".to_owned())),
             "retry" if !mended => return Err(Failure::Retry("the shop is busy".to_owned())),
             "permanent" => return Err(Failure::Permanent("no such product".to_owned())),
@@ -66,6 +70,9 @@ impl Handler for Caller {
             let Connection::Sqlite(connection) = tx.connection();
             let sql = "INSERT INTO effects (id, payload) VALUES (?1, ?2)";
             sqlx::query(sql).bind(&delivery.id).bind(answer).execute(connection).await?;
+            if payload.starts_with("plug") {
+                self.plug.as_ref().unwrap().acquire().await.unwrap().forget();
+            }
             if payload.starts_with("named") {
                 let failure = Failure::Permanent("no such product".to_owned()).into();
                 return Err(Failure::At { index, failure });
@@ -143,9 +150,9 @@ async fn while_the_service_is_away_no_attempt_is_counted_and_nothing_is_acknowle
     }
     let worker = bench.start(&caller).await;
     worker.not_ready("handler: the shop is away").await;
-    // More tries than there are attempts.
+    // More tries than there are attempts. One at a time, and each later than the one before.
     let tries = || caller.calls.lock().unwrap().values().sum::<usize>();
-    eventually("it is tried again", PATIENCE, async || at_least(tries(), 10)).await;
+    eventually("it is tried again", PATIENCE, async || at_least(tries(), 5)).await;
     bench.no_failures().await;
     let info = bench.broker.consumer_info().await;
     assert_eq!((info.num_ack_pending, info.ack_floor.stream_sequence), (5, 0), "held, none acknowledged");
@@ -193,20 +200,23 @@ async fn no_transaction_is_open_during_a_call() {
 #[tokio::test]
 async fn an_order_that_the_handler_names_fails_alone_and_the_rest_run_together_again() {
     let bench = Bench::new(consumer_config(), &[]).await;
-    let caller = Arc::new(Caller { gate: Some(Semaphore::new(0)), ..Caller::default() });
-    // The first order keeps the calls going until the others are here, so that all are one batch after it.
-    bench.broker.publish("held 1").await;
+    let gates = (Some(Semaphore::new(0)), Some(Semaphore::new(0)));
+    let caller = Arc::new(Caller { gate: gates.0, plug: gates.1, ..Caller::default() });
     let worker = bench.start(&caller).await;
-    eventually("the call has begun", PATIENCE, async || equal(caller.calls(), vec![1])).await;
-    for payload in ["plain 2", "named 3", "plain 4"] {
+    for payload in ["held 1", "named 2", "held 3"] {
         bench.broker.publish(payload).await;
     }
-    worker.held(4).await;
-    caller.gate.as_ref().unwrap().add_permits(1);
+    eventually("three calls have begun", PATIENCE, async || equal(caller.running.load(Ordering::SeqCst), 3)).await;
+    // The transaction of this order keeps the database busy until the others are answered, so that they are one batch after it.
+    bench.broker.publish("plug 4").await;
+    eventually("its transaction has begun", PATIENCE, async || equal(caller.slices.lock().unwrap().len(), 1)).await;
+    caller.gate.as_ref().unwrap().add_permits(3);
+    worker.metric(r#"calls_total{host="",result="success"}"#, 4.0).await;
+    caller.plug.as_ref().unwrap().add_permits(1);
     bench.broker.acknowledged(4).await;
     worker.drain().await;
     let slices = caller.slices.lock().unwrap().clone();
-    let expected = [vec!["held 1"], vec!["plain 2", "named 3", "plain 4"], vec!["plain 2", "plain 4"]];
+    let expected = [vec!["plug 4"], vec!["held 1", "named 2", "held 3"], vec!["held 1", "held 3"]];
     assert_eq!(slices, expected, "never one by one");
     bench.applied_once(3).await;
     bench.dead_letter().await;

@@ -359,7 +359,8 @@ fn settings() -> BTreeSet<String> {
 
 #[test]
 fn each_metric_and_setting_that_a_text_names_exists() {
-    let metrics = std::fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
+    let read = |path| std::fs::read_to_string(root().join(path)).unwrap();
+    let metrics = ["src/telemetry/metrics.rs", "src/telemetry/calls.rs"].map(read).concat();
     let metrics: BTreeSet<&str> = metrics.split('"').filter(|text| text.starts_with("order_processor_")).collect();
     let settings = settings();
     let known = |key: &str| {

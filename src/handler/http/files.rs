@@ -126,7 +126,7 @@ fn tls(paths: &Paths) -> Result<Option<Arc<ClientConfig>>, FileProblem> {
                 added.map_err(|error| FileProblem::new("ca_file", format!("has an unusable certificate: {error}")))?;
             }
         }
-        // The daemon connects even if rustls cannot use a certificate of the system.
+        // A certificate of the system that rustls cannot use does not matter: others remain.
         None => drop(roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs)),
     }
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()))

@@ -120,8 +120,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::handler::http::settings::{HttpRoute, Place};
     use crate::handler::http::signature::Keys;
+    use crate::handler::http::{HttpRoute, Place};
     use crate::model::delivery::{Position, Raw};
     use crate::model::id::IdScheme;
 

@@ -85,7 +85,7 @@ pub(super) async fn single(
                 }
                 Err(failure) => {
                     tx.undo().await?;
-                    return failed(tx, delivery, failure, rules, run, now_ns).await.map(Single::Decided);
+                    return failed(tx, delivery, &failure, rules, run, now_ns).await.map(Single::Decided);
                 }
             }
         }
@@ -99,7 +99,7 @@ pub(super) async fn single(
 pub(super) async fn failed(
     tx: &mut Tx<'_>,
     delivery: &Delivery,
-    failure: Failure,
+    failure: &Failure,
     rules: Rules,
     run: Run,
     now_ns: i64,
@@ -107,9 +107,9 @@ pub(super) async fn failed(
     let before = tx.attempts(&delivery.id).await?;
     let ended = if run == Run::Recorded { before.ended() } else { before };
     let attempts = Attempts { failed: ended.failed.saturating_add(1), ..ended };
-    let error = chain(&failure);
+    let error = chain(failure);
     let last_delivery = rules.max_deliver.is_some_and(|max| delivery.raw.position.delivered >= max);
-    let mut outcome = match rules.retry.next_step(&failure, attempts.failed, last_delivery) {
+    let mut outcome = match rules.retry.next_step(failure, attempts.failed, last_delivery) {
         NextStep::DeadLetter(reason) => dead(reason, error),
         NextStep::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };

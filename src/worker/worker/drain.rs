@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use super::{CUT_GRACE, Ended, UPKEEP_EVERY, Worker, WorkerError};
 use crate::jetstream::consumer::Receipt;
 use crate::model::text::chain;
+use crate::worker::calls::needs_call;
 use crate::worker::writer::Writer;
 
 impl Worker {
@@ -37,18 +38,16 @@ impl Worker {
         tracing::info!(held = self.held.len(), "draining");
         self.draining.cancel();
         self.audit.stop();
+        // A message is not handed back on its last delivery: the server would never deliver it again.
+        let last = self.max_deliver().unwrap_or(u64::MAX);
+        self.calls.stop(last);
         let arrived = self.consumer.quiesce().await;
         self.receive(arrived);
         self.finish_running().await?;
-        // A message is not handed back on its last delivery: the server would never deliver it again.
-        let last = self.max_deliver().unwrap_or(u64::MAX);
-        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last);
+        // An order whose call has ended is not handed back: it would be called again.
+        self.waiting.retain(|delivery| delivery.raw.position.delivered >= last || needs_call(delivery));
         self.upkeep_due = Instant::now() + UPKEEP_EVERY;
-        self.start_job();
-        while matches!(self.writer, Writer::Busy(_)) {
-            self.finish_running().await?;
-            self.start_job();
-        }
+        self.finish_all().await?;
         let rest = self.held.hand_back();
         let handed_back = rest.len();
         self.acknowledge(rest, Receipt::Last).await;
@@ -67,6 +66,23 @@ impl Worker {
         let how = if self.cut.is_cancelled() { "drain cut off at shutdown.timeout" } else { "drained" };
         tracing::info!(outcomes, handed_back, "{how}");
         Ok(())
+    }
+
+    /// Waits for the calls that run, and commits all that is in hand.
+    async fn finish_all(&mut self) -> Result<(), WorkerError> {
+        loop {
+            self.start_job();
+            self.calls.start();
+            if !matches!(self.writer, Writer::Busy(_)) && !self.calls.are_running() {
+                return Ok(());
+            }
+            tokio::select! {
+                Some(done) = self.writer.done() => self.finish_job(done?).await?,
+                Some(ended) = self.calls.ended() => self.called(ended)?,
+                () = self.cut.cancelled(), if self.calls.are_running() => self.calls.abort(),
+                _ = self.tick.tick() => self.keep_alive().await,
+            }
+        }
     }
 
     /// Waits for the running job and keeps all held deliveries alive meanwhile.

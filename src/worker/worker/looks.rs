@@ -34,7 +34,7 @@ impl Worker {
             for Arrival { raw, reply } in former {
                 if raw.position.published_ns < stream_created_ns {
                     self.count(raw.position);
-                    self.waiting.push(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
+                    self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
                 } else {
                     current.push(Arrival { raw, reply });
                 }
