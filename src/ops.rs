@@ -14,6 +14,7 @@ pub mod completions;
 pub mod config;
 pub mod dead_letters;
 pub mod exit;
+pub mod find;
 pub mod healthcheck;
 pub mod http;
 pub mod man;

@@ -38,7 +38,7 @@ pub struct StreamReader {
 }
 
 impl StreamReader {
-    pub(super) fn of(client: Client, snapshot: &Snapshot) -> Self {
+    pub fn of(client: Client, snapshot: &Snapshot) -> Self {
         Self {
             client,
             stream: snapshot.consumer.stream_name.clone(),

@@ -17,6 +17,11 @@ pub fn seconds_text(ns: i64) -> String {
     humantime::format_rfc3339_seconds(from_unix_ns(ns)).to_string()
 }
 
+/// RFC 3339 in UTC, to the millisecond.
+pub fn millis_text(ns: i64) -> String {
+    humantime::format_rfc3339_millis(from_unix_ns(ns)).to_string()
+}
+
 /// RFC 3339 in UTC, to the nanosecond.
 pub fn nanos_text(ns: i64) -> String {
     humantime::format_rfc3339_nanos(from_unix_ns(ns)).to_string()
@@ -74,6 +79,7 @@ mod tests {
         let ns = 1_700_000_000_123_456_789;
         assert_eq!(unix_ns(from_unix_ns(ns)), ns);
         assert_eq!(seconds_text(ns), "2023-11-14T22:13:20Z");
+        assert_eq!(millis_text(ns), "2023-11-14T22:13:20.123Z");
         assert_eq!(nanos_text(ns), "2023-11-14T22:13:20.123456789Z");
         assert_eq!(unix_ns(from_unix_ns(-5)), 0);
         assert_eq!(age(ns, from_unix_ns(ns + 2_999_999_999)), Duration::from_secs(2));

@@ -16,6 +16,7 @@ use crate::ops::backup::BackupArgs;
 use crate::ops::completions::CompletionsArgs;
 use crate::ops::dead_letters::DeadLettersCommand;
 use crate::ops::exit::{CommandError, Exit, OutputError};
+use crate::ops::find::FindArgs;
 use crate::ops::pause::PauseArgs;
 use crate::ops::publish::PublishArgs;
 use crate::ops::reference::ReferenceArgs;
@@ -23,7 +24,7 @@ use crate::ops::setup::SetupArgs;
 use crate::ops::status::StatusArgs;
 use crate::ops::teardown::TeardownArgs;
 use crate::ops::{
-    Format, adopt, audit, backup, check, completions, config, dead_letters, healthcheck, json_flag, man, pause,
+    Format, adopt, audit, backup, check, completions, config, dead_letters, find, healthcheck, json_flag, man, pause,
     publish, reference, run, setup, status, teardown,
 };
 use crate::telemetry::log;
@@ -65,6 +66,10 @@ enum Command {
     Publish(PublishArgs),
     /// Show ack floor, pending, redelivered, processed and dead letters; exit 1 if a problem is listed
     Status(StatusArgs),
+    /// Find one order and print what became of it, with its timeline and what to do next; exit 1 if it was not applied, 3 if that is
+    /// not known
+    #[command(after_help = find::AFTER_HELP)]
+    Find(FindArgs),
     /// Record that the consumer belongs to this database although another program has processed its orders so far (asks first)
     Adopt(AdoptArgs),
     /// Find messages at or below the ack floor that are neither processed nor dead letters; exit 1 if there are any
@@ -191,6 +196,7 @@ async fn dispatch(
             }
             ended(status::run(&settings, args, &mut out).await.map_err(OutputError::from))
         }
+        Command::Find(args) => ended(find::run(&settings, args, &handler, &mut out).await),
         Command::Adopt(args) => ended(adopt::run(&settings, args, &mut out).await),
         Command::Audit(args) => ended(audit::run(settings, Arc::new(handler), args, &mut out).await),
         Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, &handler, &mut out).await),
@@ -210,7 +216,7 @@ fn ended<T: Into<Exit>>(result: Result<T, impl CommandError>) -> Exit {
         Ok(done) => done.into(),
         Err(error) => match error.exit() {
             Exit::Done => Exit::Done,
-            exit @ (Exit::Failed | Exit::Operator) => fail(exit, &chain(&error)),
+            exit @ (Exit::Failed | Exit::Operator | Exit::NotKnown) => fail(exit, &chain(&error)),
         },
     }
 }

@@ -9,6 +9,7 @@ use crate::ops::audit::AuditError;
 use crate::ops::backup::BackupError;
 use crate::ops::check::CheckResult;
 use crate::ops::dead_letters::DeadLettersError;
+use crate::ops::find::FindError;
 use crate::ops::healthcheck::HealthcheckError;
 use crate::ops::pause::PauseError;
 use crate::ops::publish::PublishError;
@@ -27,6 +28,8 @@ pub enum Exit {
     Failed,
     /// 2: the operator must change flags, settings, the consumer or the database; a restart does not help.
     Operator,
+    /// 3: only of `find`. It is not known whether the order was applied.
+    NotKnown,
 }
 
 impl From<Exit> for ExitCode {
@@ -35,6 +38,7 @@ impl From<Exit> for ExitCode {
             Exit::Done => Self::SUCCESS,
             Exit::Failed => Self::from(1),
             Exit::Operator => Self::from(2),
+            Exit::NotKnown => Self::from(3),
         }
     }
 }
@@ -49,6 +53,13 @@ impl From<()> for Exit {
 impl From<bool> for Exit {
     fn from(good: bool) -> Self {
         if good { Self::Done } else { Self::Failed }
+    }
+}
+
+/// Whether the order that was looked for was applied.
+impl From<Option<bool>> for Exit {
+    fn from(applied: Option<bool>) -> Self {
+        applied.map_or(Self::NotKnown, Self::from)
     }
 }
 
@@ -131,6 +142,16 @@ impl CommandError for AdoptError {
             Self::NotConfirmed(_) => Exit::Operator,
             Self::Output(error) => unwritten(error),
             Self::Connect(_) | Self::Server(_) | Self::Store(_) | Self::Declined => Exit::Failed,
+        }
+    }
+}
+
+/// Code 1 would say that the order was not applied.
+impl CommandError for FindError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Open(error) if error.is_for_operator() => Exit::Operator,
+            Self::Open(_) | Self::Output(_) => Exit::NotKnown,
         }
     }
 }

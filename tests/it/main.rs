@@ -19,6 +19,7 @@ mod domains;
 mod edited;
 mod examples;
 mod field;
+mod find;
 mod gate;
 mod given_up;
 mod gone;
