@@ -209,7 +209,10 @@ pub fn database(value: &Value) -> Result<Database, String> {
     if path.is_empty() || path.ends_with('/') {
         return Err("names no file".to_owned());
     }
-    Ok(Database::Sqlite(PathBuf::from(path)))
+    // By the name of a link, two daemons would lock different files, and the files beside the database would have other names.
+    let path = PathBuf::from(path);
+    let target = if path.is_symlink() { path.canonicalize().ok() } else { None };
+    Ok(Database::Sqlite(target.unwrap_or(path)))
 }
 
 pub fn socket_address(value: &Value) -> Result<SocketAddr, String> {

@@ -303,7 +303,7 @@ impl Consumer {
         self.telemetry.health.set_consumer(view.clone());
         let Phase::Bound(session) = &mut self.phase else { return Ok(Event::Seen { view, edited: None }) };
         self.notices.pulls(&snapshot.consumer, session.open_pulls());
-        self.pull_health.observe(&view, session.take_waits());
+        self.pull_health.observe(&view, session.take_waits(), session.too_large_for());
         Ok(Event::Seen { view, edited: session.follow(snapshot) })
     }
 

@@ -55,8 +55,9 @@ impl PullHealth {
         if self.troubles == 0 { Heartbeat::On } else { Heartbeat::Off }
     }
 
-    /// A look at the consumer. `waits`: a pull was open since the last look, and nothing was delivered.
-    pub(super) fn observe(&mut self, view: &ConsumerView, waits: bool) {
+    /// A look at the consumer. `waits`: a pull was open since the last look, and nothing was delivered. `too_large_for`: the most
+    /// bytes that a pull may ask for, if the next message is larger.
+    pub(super) fn observe(&mut self, view: &ConsumerView, waits: bool, too_large_for: Option<usize>) {
         if !waits || view.num_pending == 0 || view.paused || self.is_our_own(view) {
             self.since = None;
             if std::mem::take(&mut self.reported) {
@@ -67,7 +68,7 @@ impl PullHealth {
         let waited = self.since.get_or_insert_with(Instant::now).elapsed();
         if waited >= STARVED_AFTER {
             self.reported = true;
-            let cause = cause(view);
+            let cause = cause(view, too_large_for);
             if self.reminder.is_due(&cause) {
                 tracing::warn!(%cause, pending = view.num_pending, "the server delivers no messages");
             }
@@ -88,7 +89,13 @@ impl PullHealth {
     }
 }
 
-fn cause(view: &ConsumerView) -> String {
+fn cause(view: &ConsumerView, too_large_for: Option<usize>) -> String {
+    if let Some(bytes) = too_large_for {
+        return format!(
+            "the next message is larger than {bytes} bytes, the most that a pull on this consumer may ask for (max_bytes), and no \
+             message after it comes; run `order-processor setup --update --unset max-request-bytes`"
+        );
+    }
     match view.max_ack_pending.filter(|_| view.is_full()) {
         Some(max) => format!(
             "max_ack_pending {max} is used up by deliveries that this daemon does not hold; find the other client of this consumer, \

@@ -77,6 +77,8 @@ pub(super) struct Session {
     /// The byte limit of the last pull, and what the next one needs at least.
     pull_bytes: usize,
     pull_bytes_min: usize,
+    /// The most bytes that a pull may ask for, if the next message is larger.
+    too_large_for: Option<usize>,
     /// Deliveries arrived, or no pull was open, since the last look.
     served: bool,
     last_consumer_seq: u64,
@@ -111,6 +113,7 @@ impl Session {
             pull_bytes: 0,
             // A limit below the largest possible message would block the consumer on that message for ever.
             pull_bytes_min: link.client.max_payload() + HEADER_ALLOWANCE_BYTES,
+            too_large_for: None,
             served: true,
             last_consumer_seq: 0,
             connects: link.connects(),
@@ -141,11 +144,17 @@ impl Session {
         std::mem::take(&mut self.answered)
     }
 
-    /// Whether a pull was open since the last call, and nothing was delivered.
+    /// Whether a pull was open since the last call, or every pull ended for the size of the next message, and nothing was delivered.
     pub(super) fn take_waits(&mut self) -> bool {
-        let waits = !self.served && self.pulls.outstanding() > 0;
-        self.served = self.pulls.outstanding() == 0;
+        let asks = self.pulls.outstanding() > 0 || self.too_large_for.is_some();
+        let waits = !self.served && asks;
+        self.served = !asks;
         waits
+    }
+
+    /// The most bytes that a pull may ask for, if the next message is larger.
+    pub(super) fn too_large_for(&self) -> Option<usize> {
+        self.too_large_for
     }
 
     /// Messages that open pulls may still bring.
@@ -234,6 +243,7 @@ impl Session {
             }
             PullReply::Delivery(arrival) => {
                 self.served = true;
+                self.too_large_for = None;
                 let position = arrival.raw.position;
                 let is_backwards = position.consumer_seq <= self.last_consumer_seq;
                 self.last_consumer_seq = position.consumer_seq;
@@ -271,10 +281,13 @@ impl Session {
     /// configuration, which clients do not get to know.
     fn ask_for_more_bytes(&mut self) {
         let wanted = self.pull_bytes.saturating_mul(2).min(PULL_BYTES_MAX);
-        match self.limits.max_bytes {
-            Some(max) if wanted > max => self.pull_due = Instant::now() + TOO_LARGE_PAUSE,
-            _ if wanted <= self.pull_bytes => self.pull_due = Instant::now() + TOO_LARGE_PAUSE,
-            _ => {
+        let is_allowed = self.limits.max_bytes.is_none_or(|max| wanted <= max) && wanted > self.pull_bytes;
+        match is_allowed {
+            false => {
+                self.pull_due = Instant::now() + TOO_LARGE_PAUSE;
+                self.too_large_for = Some(self.pull_bytes);
+            }
+            true => {
                 self.pull_bytes_min = wanted;
                 tracing::info!(
                     max_bytes = wanted,

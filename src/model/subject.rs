@@ -32,11 +32,43 @@ impl SubjectPattern {
         }
         subject.next().is_none()
     }
+
+    /// Whether there is a subject that both match.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (mut ours, mut theirs) = (self.0.split('.'), other.0.split('.'));
+        loop {
+            match (ours.next(), theirs.next()) {
+                (None, None) => return true,
+                (None, Some(_)) | (Some(_), None) => return false,
+                (Some(">"), Some(_)) | (Some(_), Some(">")) => return true,
+                (Some("*"), Some(_)) | (Some(_), Some("*")) => {}
+                (Some(our), Some(their)) if our == their => {}
+                (Some(_), Some(_)) => return false,
+            }
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn patterns_overlap_if_a_subject_matches_both() {
+        let overlap = |one: &str, other: &str| {
+            let [one, other]: [SubjectPattern; 2] = [one, other].map(|text| text.parse().unwrap());
+            assert_eq!(one.overlaps(&other), other.overlaps(&one));
+            one.overlaps(&other)
+        };
+        for (one, other) in
+            [("a.*", "a.b"), ("a.*.c", "*.b.c"), ("a.>", "a.b.c"), (">", "a"), ("a.b.>", "a.*.c"), ("a", "a")]
+        {
+            assert!(overlap(one, other), "{one} {other}");
+        }
+        for (one, other) in [("a.*", "b.*"), ("a.>", "a"), ("a.*", "a.b.c"), ("a.b", "a.c"), ("a", "A")] {
+            assert!(!overlap(one, other), "{one} {other}");
+        }
+    }
 
     #[test]
     fn wildcards_are_those_of_the_server() {

@@ -82,6 +82,13 @@ pub enum OpenError {
     #[error("{} is in use by {holder}; stop that process", path.display())]
     Held { path: PathBuf, holder: Holder },
     #[error(
+        "{} has {names} names (hard links): a program that opens the database by another name destroys it; find the names with \
+         `find FOLDER -samefile {}`, and remove all but this one",
+        path.display(),
+        path.display()
+    )]
+    Linked { path: PathBuf, names: u64 },
+    #[error(
         "cannot enter {} (permission denied); run this as the user of the daemon (`sudo -u USER`), or give this user access",
         .0.display()
     )]
@@ -165,6 +172,7 @@ impl OpenError {
             | Self::Newer { .. }
             | Self::Foreign { .. }
             | Self::Held { .. }
+            | Self::Linked { .. }
             | Self::Damaged { .. }
             | Self::NoEntry(_)
             | Self::NotReadable(_)

@@ -14,7 +14,9 @@ use tokio::time::Instant;
 use self::ids::Ids;
 use self::lock::Lock;
 use self::open::{acquire, connect, create, identity, missing_file, options, unusable};
-use self::open::{beside, is_there, require_beside, require_folder, require_known_schema, require_sqlite};
+use self::open::{
+    beside, is_there, require_beside, require_folder, require_known_schema, require_one_name, require_sqlite,
+};
 use self::reader::counts;
 use self::sql::failed;
 use super::{Counts, Error, ErrorClass, OpenError, Prunable, Sizes};
@@ -62,6 +64,8 @@ pub struct Store {
     clean: bool,
     /// Device and inode of the file that was opened.
     identity: Option<(u64, u64)>,
+    /// The same of the two files beside it that `connection` uses, after its first transaction has begun.
+    wal_files: Option<WalFiles>,
     /// The database has failed, and it is not known whether everything in the WAL is on disk.
     faulted: bool,
     /// Whether `attempts` may have rows. Only the process with the lock writes the table, so the usual path need not ask.
@@ -82,6 +86,7 @@ impl Store {
         let lock = acquire(path).await?;
         let after_stop = lock.comes_after_a_stop();
         if is_there(path)? {
+            require_one_name(path)?;
             require_known_schema(path).await?;
         } else {
             create(path).map_err(|source| unusable(path, source))?;
@@ -140,6 +145,7 @@ impl Store {
             connection: Some(connection),
             clean: true,
             identity: identity(path),
+            wal_files: None,
             faulted: false,
             any_attempts: true,
             ids: Ids::default(),
@@ -168,6 +174,7 @@ impl Store {
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
         self.roll_back().await;
         self.require_same_file()?;
+        self.rescue_wal().await?;
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.reopen().await?,
@@ -175,7 +182,8 @@ impl Store {
         self.limit_wal(&mut connection).await;
         let connection = self.connection.insert(connection);
         self.clean = false;
-        let Self { clean, faulted, any_attempts, ids, outbox_row: outbox_committed, .. } = self;
+        let Self { path, wal_files: opened, clean, faulted, any_attempts, ids, outbox_row: outbox_committed, .. } =
+            self;
         let outbox_row = *outbox_committed;
         let mut tx = Tx {
             connection,
@@ -189,6 +197,7 @@ impl Store {
             savepoint: Savepoint::default(),
         };
         tx.begin().await?;
+        opened.get_or_insert_with(|| wal_files(path));
         Ok(tx)
     }
 
@@ -216,6 +225,31 @@ impl Store {
         Err(missing_file())
     }
 
+    /// SQLite continues to write into a WAL that was deleted, for example against a lock. Its content would be lost with this
+    /// process. The connection still has it, so it is written into the database here, at the latest before the next commit.
+    /// Another program does not share the locks of this connection from then on, so the connection is closed.
+    async fn rescue_wal(&mut self) -> Result<(), Error> {
+        const DOING: &str = "writing a deleted WAL into the database";
+        let (Some(connection), Some(opened)) = (&mut self.connection, self.wal_files) else { return Ok(()) };
+        let [wal, shm] = wal_files(&self.path);
+        if [wal, shm] == opened && wal.is_some() && shm.is_some() {
+            return Ok(());
+        }
+        if wal != opened[0] && sizes(&self.path).wal > 0 {
+            let text =
+                "the WAL was deleted, and another program has written a new WAL; stop that program, then the daemon";
+            return Err(Error::new(DOING, ErrorClass::Io, text));
+        }
+        checkpoint(connection, DOING).await?;
+        tracing::error!(
+            database = %self.path.display(),
+            "the -wal or -shm file of the database was deleted while the daemon used it; the daemon has written its content into \
+             the database, and no order is lost; never delete these files"
+        );
+        let Some(connection) = self.connection.take() else { return Ok(()) };
+        connection.close().await.map_err(|source| failed(DOING, source))
+    }
+
     async fn reopen(&mut self) -> Result<SqliteConnection, Error> {
         // The counts of the last connection mean nothing on this one, and its last transaction may or may not be in the file.
         self.ids.distrust();
@@ -224,18 +258,10 @@ impl Store {
         if self.faulted {
             // A commit whose fsync failed may be in the WAL, and its messages then look processed. Copying the WAL into the
             // database writes those pages again and syncs them. Only then may a duplicate be acknowledged.
-            const DOING: &str = "writing the WAL into the database";
-            let (busy, _, _): (i64, i64, i64) = sqlx::query_as("PRAGMA wal_checkpoint(FULL)")
-                .fetch_one(&mut connection)
-                .await
-                .map_err(|source| failed(DOING, source))?;
-            if busy != 0 {
-                // SQLite then wrote a part or nothing, and reports that only in this row.
-                let text = "another program has a transaction open on the database";
-                return Err(Error::new(DOING, ErrorClass::Busy, text));
-            }
+            checkpoint(&mut connection, "writing the WAL into the database").await?;
             self.faulted = false;
         }
+        self.wal_files = None;
         Ok(connection)
     }
 
@@ -310,6 +336,26 @@ impl Store {
         let closed = connection.close().await;
         moved.map(drop).and(closed).map_err(|source| failed(DOING, source))
     }
+}
+
+/// Device and inode of the WAL and of its index.
+type WalFiles = [Option<(u64, u64)>; 2];
+
+fn wal_files(path: &Path) -> WalFiles {
+    ["-wal", "-shm"].map(|suffix| identity(&beside(path, suffix)))
+}
+
+/// Writes the whole WAL into the database and syncs it.
+async fn checkpoint(connection: &mut SqliteConnection, doing: &'static str) -> Result<(), Error> {
+    let (busy, _, _): (i64, i64, i64) = sqlx::query_as("PRAGMA wal_checkpoint(FULL)")
+        .fetch_one(connection)
+        .await
+        .map_err(|source| failed(doing, source))?;
+    if busy != 0 {
+        // SQLite then wrote a part or nothing, and reports that only in this row.
+        return Err(Error::new(doing, ErrorClass::Busy, "another program has a transaction open on the database"));
+    }
+    Ok(())
 }
 
 /// A file that cannot be read counts as empty.

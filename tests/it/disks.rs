@@ -399,6 +399,36 @@ async fn a_deleted_or_replaced_database_is_not_recreated() {
     all_went_well(&broker, &spec, 10).await;
 }
 
+/// What is written on the Internet against `database is locked`.
+#[tokio::test]
+async fn a_deleted_wal_costs_nothing_even_if_the_daemon_is_killed() {
+    for suffixes in [&["-wal"][..], &["-shm"], &["-wal", "-shm"]] {
+        let (server, broker) = Broker::story().await;
+        let spec = DaemonSpec::new(server.url());
+        let mut worker = spec.start();
+        worker.ready().await;
+        let delete = || suffixes.iter().for_each(|suffix| std::fs::remove_file(spec.beside(suffix)).unwrap());
+        broker.publish_numbered(1..=5).await;
+        broker.acknowledged(5).await;
+        delete();
+        broker.publish_numbered(6..=10).await;
+        broker.acknowledged(10).await;
+        assert_eq!(worker.lines(&["ERROR", "was deleted while the daemon used it"]), 1, "{}", worker.log());
+        // Once more, and no order follows.
+        delete();
+        eventually("an idle daemon notices it", PATIENCE, async || {
+            let lines = worker.lines(&["ERROR", "was deleted while the daemon used it"]);
+            if lines == 2 { Ok(()) } else { Err(lines) }
+        })
+        .await;
+        worker.kill9();
+        spec.db().applied_once(10).await;
+        spec.run_ok(&["run", "--until-idle"]).await;
+        let audited = spec.run_ok(&["audit"]).await;
+        assert!(audited.stdout.contains("10 processed, 0 dead letters, 0 missing"), "{audited:?}");
+    }
+}
+
 #[tokio::test]
 async fn sigterm_while_the_folder_is_away_ends_it_and_the_next_one_finishes() {
     let (server, broker) = Broker::with(impatient_consumer_config()).await;

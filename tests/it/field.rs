@@ -181,6 +181,25 @@ async fn orders_that_another_client_blocks_by_max_ack_pending_are_not_ready() {
 }
 
 #[tokio::test]
+async fn an_order_beyond_the_byte_limit_of_the_consumer_is_not_ready() {
+    let (server, broker) = Broker::with(consumer::pull::Config { max_bytes: 2000, ..consumer_config() }).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    broker.publish("x".repeat(3000)).await;
+    broker.publish("Order Data 3").await;
+    worker.not_ready("the next message is larger than 2000 bytes").await;
+    worker.not_ready("order-processor setup --update --unset max-request-bytes").await;
+    spec.run_ok(&["setup", "--update", "--unset", "max-request-bytes"]).await;
+    broker.acknowledged(3).await;
+    worker.ready().await;
+    worker.drain().await;
+    spec.db().applied_once(3).await;
+}
+
+#[tokio::test]
 async fn a_limit_of_subscriptions_is_named_by_the_daemon_and_by_check() {
     let config = "max_subscriptions: 2".to_owned();
     let server = NatsServer::with(ServerSpec { config, ..ServerSpec::default() }).await;

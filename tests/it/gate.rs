@@ -242,3 +242,21 @@ async fn a_second_daemon_with_its_own_database_is_noticed_by_both() {
     assert!(!status.stdout.contains("another client"), "{status:?}");
     worker.drain().await;
 }
+
+#[tokio::test]
+async fn a_filter_that_matches_no_subject_of_the_stream_is_named() {
+    let filter_subject = "ORDERS.paid".to_owned();
+    let (_server, broker, spec) = bench(stream_config(), pull::Config { filter_subject, ..consumer_config() }).await;
+    let mut worker = spec.start();
+    worker.ready().await;
+    // An edit of the stream that nobody compares with its consumers.
+    let subjects = vec!["SHOP.*".to_owned(), "ORDERS.new".to_owned()];
+    broker.jetstream.update_stream(stream::Config { subjects, ..stream_config() }).await.unwrap();
+    let words = "consumer order-processor is for ORDERS.paid, but stream ORDERS stores SHOP.*, ORDERS.new: the server delivers no";
+    worker.logged(&["WARN", words]).await;
+    worker.drain().await;
+    warned(&spec, &[words]).await;
+    broker.jetstream.update_stream(stream_config()).await.unwrap();
+    let check = spec.run_ok(&["check"]).await;
+    assert!(!check.stdout.contains("is for"), "{check:?}");
+}

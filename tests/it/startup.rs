@@ -276,6 +276,31 @@ async fn a_second_daemon_names_the_first_and_takes_over_when_it_ends() {
 }
 
 #[tokio::test]
+async fn a_second_daemon_is_refused_under_another_name_of_the_database() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    let mut first = spec.start();
+    first.ready().await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    let at = |name: &str| spec.folder().join(name);
+    let second =
+        |name: &str| DaemonSpec::new(server.url()).set("database.url", format!("sqlite://{}", at(name).display()));
+    std::os::unix::fs::symlink(spec.database(), at("symbolic.db")).unwrap();
+    refused(&second("symbolic.db"), &["is in use by", &first.pid().to_string()]).await;
+    std::fs::hard_link(spec.database(), at("hard.db")).unwrap();
+    refused(&second("hard.db"), &["hard.db has 2 names (hard links)"]).await;
+    std::fs::remove_file(at("hard.db")).unwrap();
+    first.drain().await;
+
+    broker.publish("Order Data 2").await;
+    let through_the_link = second("symbolic.db");
+    through_the_link.run_ok(&["run", "--until-idle"]).await;
+    assert!(!at("symbolic.db-wal").exists() && !at("symbolic.db.lock").exists());
+    spec.db().applied_once(2).await;
+}
+
+#[tokio::test]
 async fn a_database_that_is_busy_at_the_start_is_waited_for() {
     let (server, broker) = Broker::story().await;
     let spec = DaemonSpec::new(server.url());

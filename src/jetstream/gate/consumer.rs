@@ -4,6 +4,8 @@ use async_nats::jetstream::consumer::{DeliverPolicy, Info as ConsumerInfo, Repla
 use async_nats::jetstream::stream::{Info as StreamInfo, RetentionPolicy, StorageType};
 
 use super::{Expectations, deletion, inactivity};
+use crate::jetstream::stored::filters;
+use crate::model::subject::SubjectPattern;
 
 /// What the server gives a consumer that is made without the setting (nats-server 2.15). Enough for a steady flow, so not a
 /// reason for a warning.
@@ -27,6 +29,7 @@ pub(super) fn warnings(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expec
             "consumer {name} is stored in memory: a server restart deletes it, and its orders wait until it is created again; {recreate}"
         ));
     }
+    found.extend(unmatched(stream, consumer));
     found.extend(start(stream, consumer));
     if config.replay_policy == ReplayPolicy::Original {
         found.push(format!(
@@ -77,6 +80,32 @@ fn limits(consumer: &ConsumerInfo, ours: Expectations) -> Vec<String> {
         ));
     }
     found
+}
+
+/// Filters that match no subject of the stream, for example after an edit of its subjects. A copy and a transform store other
+/// subjects than those of the stream.
+fn unmatched(stream: &StreamInfo, consumer: &ConsumerInfo) -> Option<String> {
+    let config = &stream.config;
+    let is_copy = config.mirror.is_some() || config.sources.as_ref().is_some_and(|sources| !sources.is_empty());
+    let subjects: Vec<SubjectPattern> = config.subjects.iter().filter_map(|subject| subject.parse().ok()).collect();
+    if is_copy || config.subject_transform.is_some() || subjects.is_empty() {
+        return None;
+    }
+    let matches = |filter: &SubjectPattern| subjects.iter().any(|subject| subject.overlaps(filter));
+    let useless: Vec<&str> = filters(&consumer.config)
+        .into_iter()
+        .filter(|filter| filter.parse().is_ok_and(|filter| !matches(&filter)))
+        .collect();
+    (!useless.is_empty()).then(|| {
+        format!(
+            "consumer {} is for {}, but stream {} stores {}: the server delivers no new order of this filter; correct the subjects of \
+             the stream, or the filter with `order-processor setup --recreate --filter`",
+            consumer.name,
+            useless.join(", "),
+            config.name,
+            config.subjects.join(", ")
+        )
+    })
 }
 
 /// Orders that the consumer never delivers, because of where it was told to start.

@@ -126,6 +126,12 @@ pub fn require_folder(path: &Path) -> Result<(), OpenError> {
     if is_there(folder)? && folder.is_dir() { Ok(()) } else { Err(OpenError::MissingFolder(folder.to_owned())) }
 }
 
+/// Under another name of the file, SQLite would use another WAL, and another daemon another lock.
+pub fn require_one_name(path: &Path) -> Result<(), OpenError> {
+    let names = std::fs::metadata(path).map_or(1, |metadata| metadata.nlink());
+    if names > 1 { Err(OpenError::Linked { path: path.to_owned(), names }) } else { Ok(()) }
+}
+
 /// SQLite must be able to create files beside the database.
 fn require_access(path: &Path) -> Result<(), OpenError> {
     let folder_access = (folder(path), Access::WRITE_OK | Access::EXEC_OK);
