@@ -335,7 +335,7 @@ fn hint(kind: CreateStreamErrorKind, subjects: &[String]) -> String {
             format!(" for {}, which another stream has; choose others with --subjects", subjects.join(", "))
         }
         CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STORAGE_RESOURCES_EXCEEDED => {
-            ", which has no room for so much; choose less with --max-bytes".to_owned()
+            " with more storage than the server has; choose less with --max-bytes".to_owned()
         }
         _ => String::new(),
     }

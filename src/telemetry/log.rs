@@ -160,7 +160,7 @@ struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        // Held over the whole line: room that one thread was promised must not be filled by another.
+        // Locked for the whole line: another thread must not fill the space that poll has reported to this one.
         let mut reader = STDERR.lock().unwrap_or_else(PoisonError::into_inner);
         let written = reader.write(line);
         if written.is_err() {
@@ -191,7 +191,7 @@ impl StderrState {
         Ok(())
     }
 
-    /// Waits for room; not again before there was some.
+    /// Waits for space in the pipe. After a wait without success, the next lines do not wait until there is space again.
     fn wait(&mut self, stderr: &io::StderrLock<'_>) -> io::Result<()> {
         let patience = if self.reads { PATIENCE } else { Duration::ZERO };
         let timeout = Timespec { tv_sec: 0, tv_nsec: patience.subsec_nanos().into() };

@@ -224,10 +224,10 @@ fn draw(frame: &mut Frame<'_>, status: Option<&StatusReport>, watch: &Watch) {
     let said: Vec<Line<'_>> = std::iter::once(health).chain(problems).collect();
     // Broken between words, a line may need a row more than its length says.
     let rows_said = said.iter().map(|line| line.width() / usize::from(area.width - 15) + 1).sum::<usize>();
-    let room = area.height - (HEIGHT_MIN - 2);
+    let free_height = area.height - (HEIGHT_MIN - 2);
     let [title, health_area, gauge, figures, events, foot] = Layout::vertical([
         Constraint::Length(1),
-        Constraint::Length(u16::try_from(rows_said).unwrap_or(room).clamp(1, room)),
+        Constraint::Length(u16::try_from(rows_said).unwrap_or(free_height).clamp(1, free_height)),
         Constraint::Length(1),
         Constraint::Length(7),
         Constraint::Min(2),

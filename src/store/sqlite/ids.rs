@@ -202,13 +202,13 @@ impl Ids {
 
     /// Reads the rows after the last known row, as many as the open segment takes.
     async fn read_rows(&mut self, connection: &mut SqliteConnection) -> Result<Fresh, Error> {
-        let room = self.segment_rows.saturating_sub(self.open.len());
+        let free_rows = self.segment_rows.saturating_sub(self.open.len());
         // One more row than that, to see whether there are more.
         let mut rows = sqlx::query("SELECT row, id, digest FROM processed_ids WHERE row > ? ORDER BY row LIMIT ?")
             .bind(self.last_row)
-            .bind(room as i64 + 1)
+            .bind(free_rows as i64 + 1)
             .fetch(connection);
-        let mut left = room;
+        let mut left = free_rows;
         while let Some(row) = rows.try_next().await.map_err(|source| failed(INDEXING, source))? {
             if left == 0 {
                 return Ok(Fresh::NotYet);
