@@ -9,7 +9,8 @@ use order_processor::config::{Config, Loaded};
 use order_processor::jetstream::stored::read_answer;
 use order_processor::jetstream::unreadable::why_unreadable;
 use order_processor::model::delivery::{Arrival, Delivery, Position, Raw};
-use order_processor::model::id::{IdScheme, MESSAGE_ID_HEADER};
+use order_processor::model::id::{IdScheme, MESSAGE_ID_HEADER, UniqueIn};
+use order_processor::model::schemes::IdSchemes;
 
 /// Lines of text: reply subject, subject, id pointer, then headers up to an empty line; the rest is the payload.
 pub fn delivery(bytes: &[u8]) {
@@ -36,7 +37,11 @@ pub fn delivery(bytes: &[u8]) {
     let payload = rest.to_vec();
     let raw = Raw { subject: subject.into(), headers, payload: payload.clone().into(), position, unreadable: None };
     for pointer in [None, Some(pointer)] {
-        let scheme = IdScheme { stream: "ORDERS".into(), pointer: pointer.clone() };
+        let scheme = IdSchemes::from(IdScheme {
+            stream: "ORDERS".into(),
+            pointer: pointer.clone(),
+            unique_in: UniqueIn::Subject,
+        });
         let delivery = Delivery::new(raw.clone(), &scheme);
         assert_the_id_is_that_of_the_message(&delivery, &scheme);
         assert_the_pointer_is_followed(&delivery, pointer.as_deref(), &payload);
@@ -44,7 +49,7 @@ pub fn delivery(bytes: &[u8]) {
 }
 
 /// The same at each delivery, and for what lies elsewhere in the stream only if the publisher says so.
-fn assert_the_id_is_that_of_the_message(delivery: &Delivery, scheme: &IdScheme) {
+fn assert_the_id_is_that_of_the_message(delivery: &Delivery, scheme: &IdSchemes) {
     let mut again = delivery.raw.clone();
     again.position.delivered = again.position.delivered.wrapping_add(1);
     again.position.consumer_seq = again.position.consumer_seq.wrapping_add(1);
@@ -88,8 +93,8 @@ pub fn quarantine(bytes: &[u8]) {
         assert_eq!((raw.position.stream_seq, raw.position.published_ns), (seq, published_ns));
         assert_eq!(Position::parse(&reply.subject).map(|position| position.stream_seq), Some(seq));
         assert_eq!(raw.payload, payload);
-        let scheme = IdScheme { stream: "ORDERS".into(), pointer: Some("/id".into()) };
-        assert!(Delivery::new(raw, &scheme).defect.is_some(), "what is unreadable is never applied");
+        let scheme = IdScheme { stream: "ORDERS".into(), pointer: Some("/id".into()), unique_in: UniqueIn::Subject };
+        assert!(Delivery::new(raw, &scheme.into()).defect.is_some(), "what is unreadable is never applied");
     }
     let end = bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len());
     let subject = String::from_utf8_lossy(&bytes[..end]);

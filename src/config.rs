@@ -186,6 +186,8 @@ pub struct InboxSettings {
     pub on_conflict: OnConflict,
     /// An RFC 6901 pointer, never empty, to the message id in a JSON payload.
     pub id_pointer: Option<String>,
+    pub id_scope: IdScope,
+    pub on_missing_id: OnMissingId,
     pub retention: Retention,
 }
 
@@ -194,6 +196,23 @@ pub struct InboxSettings {
 pub enum OnConflict {
     DeadLetter,
     Duplicate,
+}
+
+/// Within what an id means one order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IdScope {
+    Subject,
+    Stream,
+    /// Messages with the same value of this header.
+    Header(String),
+}
+
+/// What becomes of a message whose id is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnMissingId {
+    /// Its place in the stream is its id.
+    Place,
+    DeadLetter,
 }
 
 /// How long a processed message id is kept.
@@ -330,7 +349,7 @@ const FILE: &str = "the path of a file";
 const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
 
 /// Every key, in the order of `config/default.toml`: a test compares the two.
-const SETTINGS: [Known; 28] = [
+const SETTINGS: [Known; 30] = [
     known("nats.url", SERVERS),
     known("nats.credentials_file", FILE),
     known("nats.nkey_file", FILE),
@@ -352,6 +371,8 @@ const SETTINGS: [Known; 28] = [
     bounded("retry.max_delay", "a duration such as \"5m\", from retry.min_delay to {most}", "1ms", "24h"),
     known("inbox.on_conflict", "\"dead-letter\" or \"duplicate\""),
     known("inbox.id_pointer", "a JSON pointer such as \"/order/id\", in which ~ is written ~0 and a / in a name ~1"),
+    known("inbox.id_scope", "\"subject\", \"stream\", or a header such as \"header:X-Tenant\""),
+    known("inbox.on_missing_id", "\"place\" or \"dead-letter\""),
     bounded("inbox.retention", "\"auto\", or a duration such as \"30d\", {bounds}", "1h", "10y"),
     known("database.url", "sqlite://relative.db or sqlite:///absolute.db"),
     bounded("audit.every", "a duration such as \"1h\", {bounds}, or \"off\"", "1s", "7d"),

@@ -8,6 +8,7 @@ pub mod outbox;
 pub mod outcome;
 pub mod plan;
 pub mod ranges;
+pub mod schemes;
 pub mod subject;
 pub mod text;
 pub mod time;

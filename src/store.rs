@@ -8,7 +8,7 @@
 
 use std::path::Path;
 
-pub use binding::{Bind, Binding, Unbound};
+pub use binding::{Accepted, Bind, Binding, Unbound};
 pub use error::{Error, ErrorClass, OpenError};
 pub use pause::Pause;
 use sqlx::SqliteConnection;
@@ -24,6 +24,7 @@ use crate::model::letter::{Closed, Envelope, Letter, Pile, Which};
 use crate::model::outbox::OutboxRow;
 use crate::model::outcome::Outcome;
 use crate::model::ranges::Range;
+use crate::model::schemes::{IdSchemes, IdSettings};
 
 mod binding;
 mod error;
@@ -127,9 +128,25 @@ impl Store {
 
     /// Compares the consumer with the record of this database, and records the consumer if they belong together. Must be called at
     /// every bind, before the first acknowledgement.
-    pub async fn bind(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
+    ///
+    /// Records how ids are made as well: from the first bind on, and again when the settings have changed.
+    pub async fn bind(&mut self, bind: &Bind, settings: &IdSettings) -> Result<Result<Accepted, Unbound>, Error> {
         match self {
-            Self::Sqlite(store) => store.bind(bind).await,
+            Self::Sqlite(store) => store.bind(bind, settings).await,
+        }
+    }
+
+    /// How ids are made, as recorded. Without a record, the settings hold for all messages.
+    pub async fn id_schemes(&mut self, settings: &IdSettings) -> Result<IdSchemes, Error> {
+        match self {
+            Self::Sqlite(store) => store.id_schemes(settings).await,
+        }
+    }
+
+    /// The same, and a new database gets a record: its first ids are about to be made.
+    pub async fn record_id_schemes(&mut self, settings: &IdSettings) -> Result<IdSchemes, Error> {
+        match self {
+            Self::Sqlite(store) => store.record_id_schemes(settings).await,
         }
     }
 
@@ -367,6 +384,13 @@ impl Reader {
     pub async fn judge(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
         match self {
             Self::Sqlite(reader) => reader.judge(bind).await,
+        }
+    }
+
+    /// How ids are made, as recorded; `None` without a record.
+    pub async fn id_schemes(&mut self, settings: &IdSettings) -> Result<Option<IdSchemes>, Error> {
+        match self {
+            Self::Sqlite(reader) => reader.id_schemes(settings).await,
         }
     }
 

@@ -32,6 +32,7 @@ pub struct Telemetry {
     was_connected: AtomicBool,
     pulls_denied: AtomicBool,
     dropped_before: AtomicBool,
+    missing_id_before: AtomicBool,
     /// The last word of the server, on this connection, about a subject that we cannot do without.
     denied: Mutex<Option<String>>,
     /// Optional permissions that we lack and that were spoken of.
@@ -49,6 +50,7 @@ impl Telemetry {
             was_connected: AtomicBool::new(false),
             pulls_denied: AtomicBool::new(false),
             dropped_before: AtomicBool::new(false),
+            missing_id_before: AtomicBool::new(false),
             denied: Mutex::default(),
             lacks: Mutex::default(),
             connection: Mutex::default(),
@@ -160,6 +162,9 @@ impl Telemetry {
                     self.metrics.dead_letters_total.increment(*reason, 1);
                 }
             }
+            if let Some(why) = delivery.missing_id.as_deref().filter(|_| outcome.is_new()) {
+                self.missing_id(delivery, why);
+            }
             commit.stream_seq = commit.stream_seq.max(delivery.raw.position.stream_seq);
             let age_ns = now_ns.saturating_sub(delivery.raw.position.published_ns).max(0);
             self.metrics.end_to_end_seconds.record(age_ns as f64 / 1e9);
@@ -186,6 +191,23 @@ impl Telemetry {
                 stream_seq,
                 "dropped an order with another subject or payload under a used id, because inbox.on_conflict is \"duplicate\"; \
                  later ones are only counted in conflicts_dropped_total"
+            );
+        }
+    }
+}
+
+impl Telemetry {
+    /// The place of a message is its id, as `inbox.on_missing_id = "place"` wants it.
+    fn missing_id(&self, delivery: &Delivery, why: &str) {
+        self.metrics.missing_ids.increment(1);
+        if !self.missing_id_before.swap(true, Ordering::Relaxed) {
+            let (subject, stream_seq) = (&delivery.raw.subject, delivery.raw.position.stream_seq);
+            tracing::warn!(
+                %subject,
+                stream_seq,
+                why,
+                "the id of a message is missing; the place in the stream is its id, so a repetition by its publisher is another order; \
+                 later ones are only counted in missing_ids_total"
             );
         }
     }

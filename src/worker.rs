@@ -4,6 +4,7 @@ mod acceptance;
 pub mod audit;
 mod calls;
 pub mod inbox;
+pub mod message_ids;
 pub mod missing;
 pub mod retention;
 pub mod retry;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 
 use super::level::parse_level;
-use super::{Bounds, Database};
+use super::{Bounds, Database, IdScope};
 
 fn from_environment(value: &Value) -> bool {
     value.origin().is_some_and(|origin| origin.starts_with("environment"))
@@ -190,6 +190,25 @@ pub fn json_pointer(value: &Value) -> Result<String, String> {
         return Err("holds a ~ that is neither ~0 nor ~1".to_owned());
     }
     Ok(pointer.to_owned())
+}
+
+/// A header whose values tell tenants apart. The headers of the server do not: some differ with each message.
+pub fn id_scope(value: &Value) -> Result<IdScope, String> {
+    let name = match text(value)? {
+        "subject" => return Ok(IdScope::Subject),
+        "stream" => return Ok(IdScope::Stream),
+        text => text.strip_prefix("header:").ok_or("is not one of these")?,
+    };
+    if name.is_empty() {
+        return Err("names no header".to_owned());
+    }
+    if !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)) {
+        return Err("holds a character that the name of a header cannot have".to_owned());
+    }
+    if name.get(..5).is_some_and(|start| start.eq_ignore_ascii_case("nats-")) {
+        return Err("names a header of the server, which does not tell tenants apart".to_owned());
+    }
+    Ok(IdScope::Header(name.to_owned()))
 }
 
 pub fn database(value: &Value) -> Result<Database, String> {

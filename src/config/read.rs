@@ -5,12 +5,12 @@ use std::time::Duration;
 use ::config::{Value, ValueKind};
 
 use super::parse::{
-    byte_size, database, duration, jetstream_name, json_pointer, log_level, path, redact, servers, socket_address,
-    subject, text, whole_number, within, yes_or_no,
+    byte_size, database, duration, id_scope, jetstream_name, json_pointer, log_level, path, redact, servers,
+    socket_address, subject, text, whole_number, within, yes_or_no,
 };
 use super::{
     AuditSettings, Auth, Batch, Config, ConsumerNames, DEFAULT_API_PREFIX, Http, InboxSettings, Known, Log, LogFormat,
-    Nats, OnConflict, Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
+    Nats, OnConflict, OnMissingId, Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -137,9 +137,21 @@ fn read_inbox(reader: &mut SettingsReader) -> Result<InboxSettings, Refused> {
         _ => Err("is neither".to_owned()),
     });
     let id_pointer = reader.optional("inbox.id_pointer", json_pointer);
+    let id_scope = reader.required("inbox.id_scope", id_scope);
+    let on_missing_id = reader.required("inbox.on_missing_id", |value| match text(value)? {
+        "place" => Ok(OnMissingId::Place),
+        "dead-letter" => Ok(OnMissingId::DeadLetter),
+        _ => Err("is neither".to_owned()),
+    });
     let retention = reader.bounded_or("inbox.retention", "auto", duration);
     let retention = retention.map(|fixed| fixed.map_or(Retention::Auto, Retention::For));
-    Ok(InboxSettings { on_conflict: on_conflict?, id_pointer: id_pointer?, retention: retention? })
+    Ok(InboxSettings {
+        on_conflict: on_conflict?,
+        id_pointer: id_pointer?,
+        id_scope: id_scope?,
+        on_missing_id: on_missing_id?,
+        retention: retention?,
+    })
 }
 
 fn read_audit_every(reader: &mut SettingsReader) -> Result<Option<Duration>, Refused> {

@@ -63,7 +63,13 @@ fn the_defaults_are_those_of_the_design() {
         consumer: ConsumerNames { stream: "ORDERS".into(), name: "order-processor".into() },
         batch: Batch { max_messages: 2000, max_bytes: 8 << 20 },
         retry: Retry { max_attempts: 5, min_delay: secs(1), max_delay: secs(300) },
-        inbox: InboxSettings { on_conflict: OnConflict::DeadLetter, id_pointer: None, retention: Retention::Auto },
+        inbox: InboxSettings {
+            on_conflict: OnConflict::DeadLetter,
+            id_pointer: None,
+            id_scope: IdScope::Subject,
+            on_missing_id: OnMissingId::Place,
+            retention: Retention::Auto,
+        },
         database: Database::Sqlite("order-processor.db".into()),
         audit: AuditSettings { every: Some(secs(3600)) },
         http: Http { listen: ([127, 0, 0, 1], 9464).into() },
@@ -366,6 +372,11 @@ fn names_pointers_databases_and_addresses_are_checked() {
     assert_refused("inbox.id_pointer", "id", "does not begin with /");
     assert_refused("inbox.id_pointer", "/a~2", "holds a ~");
     assert_refused("inbox.id_pointer", "/a~", "holds a ~");
+    assert_refused("inbox.id_scope", "tenant", "is not one of these");
+    assert_refused("inbox.id_scope", "header:", "names no header");
+    assert_refused("inbox.id_scope", "header:X Tenant", "a character that the name of a header cannot have");
+    assert_refused("inbox.id_scope", "header:nats-msg-id", "names a header of the server");
+    assert_refused("inbox.on_missing_id", "drop", "is neither");
     assert_refused("database.url", "postgres://db/orders", "not supported yet");
     assert_refused("database.url", "orders.db", "\"orders.db\" does not begin with sqlite://");
     assert_refused("database.url", "sqlite://a.db?mode=rwc", "options");

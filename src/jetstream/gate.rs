@@ -7,7 +7,7 @@ use async_nats::jetstream::consumer::{AckPolicy, Info as ConsumerInfo, PriorityP
 use async_nats::jetstream::stream::{Info as StreamInfo, RetentionPolicy, StorageType};
 
 use super::deletion;
-use crate::config::Config;
+use crate::config::{Config, IdScope};
 
 mod consumer;
 mod stream;
@@ -46,11 +46,19 @@ impl Severity {
 pub struct Expectations {
     pub retry_max_attempts: u32,
     pub batch_max_messages: usize,
+    pub has_id_pointer: bool,
+    /// A header tells tenants apart.
+    pub has_tenants: bool,
 }
 
 impl Expectations {
     pub fn of(config: &Config) -> Self {
-        Self { retry_max_attempts: config.retry.max_attempts, batch_max_messages: config.batch.max_messages }
+        Self {
+            retry_max_attempts: config.retry.max_attempts,
+            batch_max_messages: config.batch.max_messages,
+            has_id_pointer: config.inbox.id_pointer.is_some(),
+            has_tenants: matches!(config.inbox.id_scope, IdScope::Header(_)),
+        }
     }
 }
 
@@ -60,7 +68,7 @@ pub fn examine(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expectations)
     let warned = |text| Finding { severity: Severity::Warned, text };
     let mut findings: Vec<Finding> = refusals(stream, consumer, ours).into_iter().map(refused).collect();
     findings.extend(consumer::warnings(stream, consumer, ours).into_iter().map(warned));
-    findings.extend(stream::warnings(stream).into_iter().map(warned));
+    findings.extend(stream::warnings(stream, ours).into_iter().map(warned));
     findings
 }
 

@@ -169,6 +169,7 @@ impl Snapshot {
             paused: consumer.paused,
             // An empty stream reports a first and a last message of the year 1.
             first_published_at: (state.messages > 0).then(|| from_unix_ns(unix_ns(state.first_timestamp.into()))),
+            stream_created_at: from_unix_ns(unix_ns(self.stream.created.into())),
             last_published_at: from_unix_ns(unix_ns(state.last_timestamp.into())),
             oldest_published_at: match self.oldest {
                 Oldest::Published(at) => at,

@@ -4,9 +4,10 @@
 
 use std::sync::Arc;
 
-use super::id::{Digest, IdScheme};
+use super::id::{Digest, Given, NoId};
 use super::outcome::{Ignored, Reason};
 use super::plan::Plan;
+use super::schemes::IdSchemes;
 use bytes::Bytes;
 
 /// Headers in no order across names; several values of one name stay in their order.
@@ -82,6 +83,8 @@ pub struct Delivery {
     pub digest: Digest,
     /// Why the message is to be dead-lettered unapplied, whatever the handler would say.
     pub defect: Option<(Reason, String)>,
+    /// Why the place in the stream is the id, although the settings expect one of the publisher.
+    pub missing_id: Option<String>,
     /// Why the message is not an order. Nothing else about it matters then.
     pub ignored: Option<Ignored>,
     /// Which attempt this is, from 1: our count, known before a call.
@@ -92,15 +95,29 @@ pub struct Delivery {
 
 impl Delivery {
     /// Derives id and digest.
-    pub fn new(raw: Raw, scheme: &IdScheme) -> Self {
-        let digest = Digest::of(&raw.subject, &raw.payload);
-        let (id, defect) = match (&raw.unreadable, scheme.derive(&raw)) {
-            (Some(why), _) => (scheme.position(&raw), Some((Reason::Unreadable, why.clone()))),
-            (None, Err(error)) => (scheme.position(&raw), Some((Reason::Undecodable, error))),
-            (None, Ok(id)) => (id, None),
+    pub fn new(raw: Raw, schemes: &IdSchemes) -> Self {
+        let scheme = schemes.of(raw.position);
+        let given = match &raw.unreadable {
+            Some(_) => Ok(None),
+            None => scheme.derive(&raw),
         };
+        let mut defect = raw.unreadable.clone().map(|why| (Reason::Unreadable, why));
+        let mut missing_id = None;
+        let (id, digest_subject) = match given {
+            Ok(Some(Given { id, on_any_subject: true })) => (id, ""),
+            Ok(Some(Given { id, on_any_subject: false })) => (id, &*raw.subject),
+            Ok(None) => (scheme.position(&raw), &*raw.subject),
+            Err(no_id) => {
+                match no_id {
+                    NoId::Missing(why) if !schemes.missing_is_dead => missing_id = Some(why),
+                    NoId::Missing(why) | NoId::Undecodable(why) => defect = Some((Reason::Undecodable, why)),
+                }
+                (scheme.position(&raw), &*raw.subject)
+            }
+        };
+        let digest = Digest::of(digest_subject, &raw.payload);
         let ignored = ignored(&raw.headers);
-        Self { raw, id, digest, defect, ignored, attempt: 1, plan: Plan::default() }
+        Self { raw, id, digest, defect, missing_id, ignored, attempt: 1, plan: Plan::default() }
     }
 
     /// Whether the handler may have to run for this message.

@@ -1,6 +1,7 @@
 //! The message id and the digest of a message. No I/O.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 use serde_json::value::RawValue;
@@ -12,39 +13,137 @@ pub const MESSAGE_ID_HEADER: &str = "Nats-Msg-Id";
 
 /// How message ids are made.
 ///
-/// The `Nats-Msg-Id` header; otherwise the configured JSON pointer into the payload, scoped by subject; otherwise the place in the
-/// stream, `<stream>@<published, unix ns>:<stream_seq>`. A sequence alone does not identify a message: a recreated stream starts
+/// The `Nats-Msg-Id` header; otherwise the configured JSON pointer into the payload; otherwise the place in the stream,
+/// `<stream>@<published, unix ns>:<stream_seq>`. A sequence alone does not identify a message: a recreated stream starts
 /// again at 1, and a server that lost its tail uses sequences twice. The published time tells such messages apart. The creation
 /// time of the stream must not be part of the id: a stream that is restored from a snapshot has another one, and the same messages.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdScheme {
     pub stream: String,
     /// An RFC 6901 pointer, already validated by the settings.
     pub pointer: Option<String>,
+    pub unique_in: UniqueIn,
+}
+
+/// Within what a publisher uses an id for one order only. Ids of different scopes never meet: each begins with its scope.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UniqueIn {
+    /// `ORDERS.new 4711`. `Nats-Msg-Id` counts in the whole stream.
+    Subject,
+    /// `ORDERS 4711`. `Nats-Msg-Id` counts in the whole stream.
+    Stream,
+    /// Messages with the same value of this header: `X-Tenant=acme 4711`, and `X-Tenant=acme:4711` for a `Nats-Msg-Id`.
+    Header(String),
+}
+
+/// An id that the publisher gave.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Given {
+    pub(super) id: Arc<str>,
+    /// The order is the same one on another subject.
+    pub(super) on_any_subject: bool,
+}
+
+/// Why a message has no id of its publisher although the settings expect one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NoId {
+    /// It is not in the message.
+    Missing(String),
+    /// The payload is not JSON.
+    Undecodable(String),
 }
 
 impl IdScheme {
-    /// The id of a message, or why its payload has no value at the pointer.
-    pub(super) fn derive(&self, raw: &Raw) -> Result<Arc<str>, String> {
-        let header = raw.headers.iter().find(|(name, value)| name == MESSAGE_ID_HEADER && !value.is_empty());
-        if let Some((_, id)) = header {
-            return Ok(Arc::from(id.as_str()));
-        }
-        if let Some(pointer) = &self.pointer {
-            let value = scalar_at(&raw.payload, pointer).map_err(|_| {
-                format!("inbox.id_pointer {pointer} needs a JSON payload, but the payload is not valid JSON")
-            })?;
-            // A subject has no spaces, so two pairs of subject and value never run together into one id.
-            if let Some(value) = value {
-                return Ok(format!("{} {value}", raw.subject).into());
+    /// The id of a message, if its publisher gave one and the settings say where.
+    pub(super) fn derive(&self, raw: &Raw) -> Result<Option<Given>, NoId> {
+        let header = value_of(raw, MESSAGE_ID_HEADER);
+        let (id, mark) = match (header, &self.pointer) {
+            (Some(id), _) => (id.to_owned(), ':'),
+            (None, Some(pointer)) => (pointed_at(raw, pointer)?, ' '),
+            (None, None) => return Ok(None),
+        };
+        // A subject, the name of a stream and an escaped value have no spaces, so a scope and an id run together in one way only.
+        let scoped: Arc<str> = match &self.unique_in {
+            UniqueIn::Subject | UniqueIn::Stream if header.is_some() => id.into(),
+            UniqueIn::Subject => format!("{} {id}", raw.subject).into(),
+            UniqueIn::Stream => format!("{} {id}", self.stream).into(),
+            UniqueIn::Header(name) => {
+                let value = value_of(raw, name).ok_or_else(|| {
+                    NoId::Missing(format!("the message has no header {name}, which inbox.id_scope names"))
+                })?;
+                format!("{name}={}{mark}{id}", escaped(value)).into()
             }
-        }
-        Ok(self.position(raw))
+        };
+        let on_any_subject = header.is_none() && self.unique_in != UniqueIn::Subject;
+        Ok(Some(Given { id: scoped, on_any_subject }))
     }
 
     pub(super) fn position(&self, raw: &Raw) -> Arc<str> {
         let Position { stream_seq, published_ns, .. } = raw.position;
         format!("{}@{published_ns}:{stream_seq}", self.stream).into()
+    }
+}
+
+/// In the words of the settings.
+impl fmt::Display for IdScheme {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.pointer {
+            Some(pointer) => write!(f, "id_pointer {pointer}, ")?,
+            None => f.write_str("no id_pointer, ")?,
+        }
+        write!(f, "id_scope {}", self.unique_in)
+    }
+}
+
+/// As the settings and the database have it.
+impl fmt::Display for UniqueIn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Subject => f.write_str("subject"),
+            Self::Stream => f.write_str("stream"),
+            Self::Header(name) => write!(f, "header:{name}"),
+        }
+    }
+}
+
+impl UniqueIn {
+    /// Reads what [`Display`](fmt::Display) writes.
+    pub fn parse(text: &str) -> Option<Self> {
+        match text {
+            "subject" => Some(Self::Subject),
+            "stream" => Some(Self::Stream),
+            _ => text.strip_prefix("header:").map(|name| Self::Header(name.to_owned())),
+        }
+    }
+}
+
+/// The first value of a header that is not empty.
+fn value_of<'a>(raw: &'a Raw, name: &str) -> Option<&'a str> {
+    raw.headers.iter().find(|(header, value)| header == name && !value.is_empty()).map(|(_, value)| value.as_str())
+}
+
+/// Without what ends a scope: white space and colons are written as `%` and the bytes in hexadecimal, and so is `%`.
+fn escaped(value: &str) -> String {
+    let mut escaped = String::with_capacity(value.len());
+    for c in value.chars() {
+        if c.is_whitespace() || c.is_control() || matches!(c, ':' | '%') {
+            let mut bytes = [0; 4];
+            c.encode_utf8(&mut bytes).bytes().for_each(|byte| escaped.push_str(&format!("%{byte:02X}")));
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped
+}
+
+/// The value at the pointer, or why there is none.
+fn pointed_at(raw: &Raw, pointer: &str) -> Result<String, NoId> {
+    match scalar_at(&raw.payload, pointer) {
+        Ok(Some(value)) => Ok(value),
+        Ok(None) => Err(NoId::Missing(format!("the payload has no text and no number at inbox.id_pointer {pointer}"))),
+        Err(_) => Err(NoId::Undecodable(format!(
+            "inbox.id_pointer {pointer} needs a JSON payload, but the payload is not valid JSON"
+        ))),
     }
 }
 
@@ -122,6 +221,7 @@ mod tests {
 
     use super::*;
     use crate::model::delivery::Delivery;
+    use crate::model::schemes::IdSchemes;
 
     fn raw(headers: &[(&str, &str)], payload: &str) -> Raw {
         Raw {
@@ -139,8 +239,12 @@ mod tests {
     }
 
     fn id(pointer: Option<&str>, raw: Raw) -> Result<String, String> {
-        let scheme = IdScheme { stream: "ORDERS".into(), pointer: pointer.map(ToOwned::to_owned) };
-        let delivery = Delivery::new(raw, &scheme);
+        scoped_id(pointer, UniqueIn::Subject, raw)
+    }
+
+    fn scoped_id(pointer: Option<&str>, unique_in: UniqueIn, raw: Raw) -> Result<String, String> {
+        let scheme = IdScheme { stream: "ORDERS".into(), pointer: pointer.map(ToOwned::to_owned), unique_in };
+        let delivery = Delivery::new(raw, &scheme.into());
         match delivery.defect {
             None => Ok(delivery.id.to_string()),
             Some((_, error)) => Err(error),
@@ -167,6 +271,52 @@ mod tests {
     #[test]
     fn pointer_tokens_are_unescaped() {
         assert_eq!(id(Some("/a~1b/c~0d"), raw(&[], r#"{"a/b":{"c~d":"x"}}"#)).unwrap(), "ORDERS.new x");
+    }
+
+    #[test]
+    fn ids_begin_with_the_scope_of_the_settings() {
+        let order = |headers: &[(&str, &str)]| raw(headers, r#"{"id":7}"#);
+        let id = |unique_in: &UniqueIn, raw| scoped_id(Some("/id"), unique_in.clone(), raw).unwrap();
+        assert_eq!(id(&UniqueIn::Stream, order(&[])), "ORDERS 7");
+        assert_eq!(id(&UniqueIn::Stream, order(&[(MESSAGE_ID_HEADER, "h")])), "h", "as without a scope");
+        let tenant = UniqueIn::Header("X-Tenant".into());
+        assert_eq!(id(&tenant, order(&[("X-Tenant", "acme")])), "X-Tenant=acme 7");
+        assert_eq!(id(&tenant, order(&[("X-Tenant", "a:b c%")])), "X-Tenant=a%3Ab%20c%25 7");
+        assert_eq!(id(&tenant, order(&[("X-Tenant", "acme"), (MESSAGE_ID_HEADER, "h")])), "X-Tenant=acme:h");
+        assert_eq!(id(&tenant, order(&[(MESSAGE_ID_HEADER, "h")])), POSITION, "the id of an unknown tenant");
+        assert_eq!(id(&tenant, order(&[("X-Tenant", ""), (MESSAGE_ID_HEADER, "h")])), POSITION);
+    }
+
+    #[test]
+    fn a_missing_id_is_named_or_makes_a_dead_letter() {
+        let scheme = |pointer: Option<&str>, unique_in| {
+            IdSchemes::from(IdScheme { stream: "ORDERS".into(), pointer: pointer.map(ToOwned::to_owned), unique_in })
+        };
+        let by_pointer = scheme(Some("/id"), UniqueIn::Subject);
+        let lacking = Delivery::new(raw(&[], "{}"), &by_pointer);
+        assert!(lacking.missing_id.unwrap().contains("inbox.id_pointer /id"));
+        assert_eq!(lacking.defect, None);
+        let dead = Delivery::new(raw(&[], "{}"), &IdSchemes { missing_is_dead: true, ..by_pointer });
+        assert!(dead.defect.unwrap().1.contains("inbox.id_pointer /id"));
+        assert_eq!((&*dead.id, dead.missing_id), (POSITION, None));
+
+        let by_tenant = scheme(None, UniqueIn::Header("X-Tenant".into()));
+        let of_nobody = Delivery::new(raw(&[(MESSAGE_ID_HEADER, "h")], "x"), &by_tenant);
+        assert!(of_nobody.missing_id.unwrap().contains("header X-Tenant"));
+        assert_eq!(Delivery::new(raw(&[], "x"), &by_tenant).missing_id, None, "nobody expects an id");
+    }
+
+    #[test]
+    fn an_order_is_the_same_one_on_another_subject_if_its_id_says_so() {
+        let digest = |unique_in, headers: &[(&str, &str)], subject: &str| {
+            let scheme = IdScheme { stream: "ORDERS".into(), pointer: Some("/id".into()), unique_in };
+            Delivery::new(Raw { subject: subject.into(), ..raw(headers, r#"{"id":7}"#) }, &scheme.into()).digest
+        };
+        let (one, other) = ("ORDERS.new", "ORDERS.retry");
+        assert_eq!(digest(UniqueIn::Stream, &[], one), digest(UniqueIn::Stream, &[], other));
+        assert_ne!(digest(UniqueIn::Subject, &[], one), digest(UniqueIn::Subject, &[], other));
+        let by_header = [(MESSAGE_ID_HEADER, "h")];
+        assert_ne!(digest(UniqueIn::Stream, &by_header, one), digest(UniqueIn::Stream, &by_header, other));
     }
 
     #[test]
@@ -205,6 +355,8 @@ mod tests {
     enum Source {
         Header(String),
         Pointer { subject: String, value: String },
+        InStream { stream: String, value: String },
+        OfTenant { header: String, tenant: String, by_pointer: bool, id: String },
         Position { stream: String, seq: u64, published_ns: i64 },
     }
 
@@ -214,12 +366,19 @@ mod tests {
             // The separators of an id are in what it is made of.
             stream in select(vec!["A", "A@1", "A:1"]),
             subject in select(vec!["A.x", "A.x.1"]),
+            unique_in in select(vec![
+                UniqueIn::Subject,
+                UniqueIn::Stream,
+                UniqueIn::Header("T".into()),
+                UniqueIn::Header("U".into()),
+            ]),
+            tenant in proptest::option::weighted(0.9, select(vec!["", "a", "a b", "a:h", "a%20b", "A.x", "a 1"])),
             header in proptest::option::weighted(0.3, select(vec!["", "h", "h 1", "é"])),
             value in proptest::option::weighted(0.8, select(vec!["", "1", "1 1", "1.1"])),
             as_number in any::<bool>(),
             seq in prop_oneof![0..3_u64, Just(u64::MAX)],
             published_ns in prop_oneof![0..3_i64, Just(i64::MAX)],
-        ) -> (Raw, IdScheme, Source) {
+        ) -> (Raw, IdSchemes, Source) {
             let is_number = as_number && value == Some("1");
             let payload = match value {
                 Some(value) if is_number => json!({ "id": value.parse::<u64>().unwrap() }),
@@ -227,19 +386,39 @@ mod tests {
                 None => json!({}),
             };
             let (stream, subject) = (stream.to_owned(), subject.to_owned());
-            let source = match (header.filter(|id| !id.is_empty()), value.filter(|id| !id.is_empty())) {
-                (Some(header), _) => Source::Header(header.to_owned()),
-                (None, Some(value)) => Source::Pointer { subject: subject.clone(), value: value.to_owned() },
-                (None, None) => Source::Position { stream: stream.clone(), seq, published_ns },
+            let place = Source::Position { stream: stream.clone(), seq, published_ns };
+            let of_tenant = |by_pointer, id: &str| match (&unique_in, tenant.filter(|tenant| !tenant.is_empty())) {
+                (UniqueIn::Header(header), Some(tenant)) => {
+                    let (header, tenant, id) = (header.clone(), tenant.to_owned(), id.to_owned());
+                    Source::OfTenant { header, tenant, by_pointer, id }
+                }
+                _ => place.clone(),
             };
+            let source = match (header.filter(|id| !id.is_empty()), value.filter(|id| !id.is_empty()), &unique_in) {
+                (Some(header), _, UniqueIn::Header(_)) => of_tenant(false, header),
+                (None, Some(value), UniqueIn::Header(_)) => of_tenant(true, value),
+                (Some(header), _, UniqueIn::Subject | UniqueIn::Stream) => Source::Header(header.to_owned()),
+                (None, Some(value), UniqueIn::Subject) => {
+                    Source::Pointer { subject: subject.clone(), value: value.to_owned() }
+                }
+                (None, Some(value), UniqueIn::Stream) => {
+                    Source::InStream { stream: stream.clone(), value: value.to_owned() }
+                }
+                (None, None, _) => place,
+            };
+            let tenant = tenant.map(|tenant| match &unique_in {
+                UniqueIn::Header(name) => (name.clone(), tenant.to_owned()),
+                UniqueIn::Subject | UniqueIn::Stream => ("T".to_owned(), tenant.to_owned()),
+            });
+            let header = header.map(|id| (MESSAGE_ID_HEADER.to_owned(), id.to_owned()));
             let raw = Raw {
                 subject: subject.into(),
-                headers: header.into_iter().map(|id| (MESSAGE_ID_HEADER.to_owned(), id.to_owned())).collect(),
+                headers: header.into_iter().chain(tenant).collect(),
                 payload: payload.to_string().into(),
                 position: Position { delivered: 1, stream_seq: seq, consumer_seq: 1, published_ns },
                 unreadable: None,
             };
-            (raw, IdScheme { stream, pointer: Some("/id".into()) }, source)
+            (raw, IdScheme { stream, pointer: Some("/id".into()), unique_in }.into(), source)
         }
     }
 
@@ -306,10 +485,10 @@ mod tests {
 
         #[test]
         fn no_payload_and_no_pointer_is_too_strange(payload in vec(any::<u8>(), 0..20), pointer in "[/~01a]{0,6}") {
-            let scheme = IdScheme { stream: "A".into(), pointer: Some(pointer) };
+            let scheme = IdScheme { stream: "A".into(), pointer: Some(pointer), unique_in: UniqueIn::Subject };
             let position = Position { delivered: 1, stream_seq: 1, consumer_seq: 1, published_ns: 1 };
             let raw = Raw { subject: "A.x".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
-            prop_assert!(!Delivery::new(raw, &scheme).id.is_empty());
+            prop_assert!(!Delivery::new(raw, &scheme.into()).id.is_empty());
         }
 
         #[test]

@@ -4,9 +4,11 @@ use bytes::Bytes;
 
 use super::subject::SubjectPattern;
 use crate::model::delivery::{Delivery, Headers, Position, Raw};
-use crate::model::id::Digest;
+use crate::model::id::{Digest, NoId};
+use crate::model::label::Label;
 use crate::model::outcome::Reason;
 use crate::model::plan::Plan;
+use crate::model::schemes::IdSchemes;
 
 /// Where letters lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +72,21 @@ pub struct Letter {
 }
 
 impl Letter {
+    /// Whether the letter has the place in the stream as its id because the id of its publisher cannot be read. The publisher may
+    /// have sent the same order again, with its id.
+    pub fn lacks_its_id(&self, schemes: &IdSchemes) -> bool {
+        if self.envelope.reason == Reason::Unreadable.name() {
+            return true;
+        }
+        let raw = self.delivery().raw;
+        self.envelope.reason == Reason::Undecodable.name()
+            && match schemes.of(raw.position).derive(&raw) {
+                Ok(_) => false,
+                Err(NoId::Missing(_)) => schemes.missing_is_dead,
+                Err(NoId::Undecodable(_)) => true,
+            }
+    }
+
     /// The message as it was delivered, to be given to the handler whatever was wrong with it.
     pub fn delivery(&self) -> Delivery {
         let Envelope { id, digest, subject, stream_seq, delivered, published_ns, dead_at_ns, .. } = &self.envelope;
@@ -87,6 +104,7 @@ impl Letter {
             id: id.as_str().into(),
             digest: *digest,
             defect: None,
+            missing_id: None,
             ignored: None,
             attempt: 1,
             plan: Plan::default(),

@@ -31,6 +31,14 @@ impl Outcome {
         !matches!(self, Self::Retry { .. })
     }
 
+    /// Whether the message was decided by this run, for good, as an order.
+    pub fn is_new(&self) -> bool {
+        match self {
+            Self::Applied | Self::DeadLettered { .. } => true,
+            Self::Duplicate | Self::Dropped | Self::Ignored(_) | Self::Retry { .. } => false,
+        }
+    }
+
     /// The one place where an outcome becomes an acknowledgement. Deliveries without an outcome are only handed back at a stop.
     ///
     /// Exhaustive on purpose: a new outcome must not compile until somebody has decided what the server is told.

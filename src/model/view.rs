@@ -23,6 +23,8 @@ pub struct ConsumerView {
     /// When the first message of the stream was published; `None` for an empty stream.
     #[serde(skip)]
     pub first_published_at: Option<SystemTime>,
+    #[serde(skip)]
+    pub stream_created_at: SystemTime,
     /// When the stream last stored a message, by the server's clock.
     #[serde(serialize_with = "time::serialize")]
     pub last_published_at: SystemTime,

@@ -10,6 +10,7 @@ use crate::jetstream::connection::{self, ConnectError};
 use crate::jetstream::look::look_for_command;
 use crate::ops::confirmed;
 use crate::store::{self, Bind, Binding, OpenError, Presence, Reader, Store};
+use crate::worker::message_ids;
 
 #[derive(Debug, Args)]
 pub struct AdoptArgs {
@@ -60,6 +61,7 @@ pub async fn run(config: &Config, args: AdoptArgs, out: &mut impl Write) -> Resu
     // Beside a daemon that waits for the record and has the lock.
     let mut store =
         if exists { Store::open_beside(&config.database).await? } else { Store::open(&config.database).await? };
+    store.record_id_schemes(&message_ids::wanted(config)).await?;
     let adopted = store.adopt(&bind).await?;
     store.close().await?;
     writeln!(

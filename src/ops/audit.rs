@@ -16,14 +16,15 @@ use crate::jetstream::connection::{self, ConnectError};
 use crate::jetstream::look::{Snapshot, look_for_command};
 use crate::jetstream::walk::{Vanished, Walk, WalkError};
 use crate::model::delivery::Delivery;
-use crate::model::id::IdScheme;
 use crate::model::label::Label;
 use crate::model::outcome::Outcome;
+use crate::model::schemes::IdSchemes;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::ops::{Format, json_flag, signals};
 use crate::store::{self, Bind, ErrorClass, Holder, OpenError, Reader, Store, Unbound};
 use crate::worker::inbox::{Inbox, Processed};
+use crate::worker::message_ids;
 use crate::worker::missing::Verdict;
 use crate::worker::repair::Repair;
 use crate::worker::retry::RetryPolicy;
@@ -39,8 +40,9 @@ const AHEAD: usize = 2;
 
 /// Below the options in `--help`.
 pub const AFTER_HELP: &str = "\
-Reads the stream without changing the consumer, even while the daemon runs. The ids follow from the settings: with another \
-inbox.id_pointer than the daemon's, messages are listed as processed under another id. Such messages are never applied again.
+Reads the stream without changing the consumer, even while the daemon runs. The ids of messages are made as the database \
+records it, whatever the settings of this command are. Without a record (a database of a former version), the settings make them: \
+messages may then be listed as processed under another id. Such messages are never applied again.
 
 --repair needs the database for itself: run `order-processor pause` before it, and `resume` after it.";
 
@@ -116,7 +118,7 @@ async fn audit(
     keep_quiet_about_the_client();
     // First, because `--repair` would create a missing database.
     let mut lookup = Reader::open(&config.database).await?;
-    let repair = if args.repair { Some(open_repair(&config, handler).await?) } else { None };
+    let mut repair = if args.repair { Some(open_repair(&config, handler).await?) } else { None };
     // The floor first and the ids after it: what the floor has passed was in the database by then.
     let visit = connection::connect_command(&config.nats).await?;
     let found = look_for_command(&visit, &config.consumer).await?;
@@ -129,12 +131,22 @@ async fn audit(
     }
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let mark = lookup.audit_mark().await.map_err(|source| AuditError::Database { next: 1, source })?;
+    let settings = message_ids::wanted(&config);
+    let schemes = match &mut repair {
+        Some(repair) => repair.inbox().store().record_id_schemes(&settings).await,
+        None => lookup
+            .id_schemes(&settings)
+            .await
+            .map(|recorded| recorded.unwrap_or_else(|| IdSchemes::unchanged(&settings))),
+    };
+    let schemes = schemes.map_err(|source| AuditError::Database { next: 1, source })?;
     let from = args.from;
     let not_ours_through = record.as_ref().map_or(0, |record| record.not_ours_through);
-    let scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
+    let mut scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
+    scope.notes.extend(message_ids::difference(&schemes, &settings));
     let mut report = AuditReport::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
-    let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, repair, stop };
+    let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, schemes, repair, stop };
     let ended = audit.walk(&found, args.patience, &mut report).await;
     let is_repaired = ended.is_ok() && from.is_none() && report.summary.missing == report.summary.repaired;
     let closed = match audit.repair.take() {
@@ -187,6 +199,7 @@ struct AuditRun {
     stream: AuditedStream,
     scope: Scope,
     lookup: Reader,
+    schemes: IdSchemes,
     /// With `--repair`.
     repair: Option<Repair>,
     stop: CancellationToken,
@@ -205,11 +218,9 @@ impl AuditRun {
         if self.scope.is_empty() {
             return Ok(());
         }
-        let scheme =
-            IdScheme { stream: self.config.consumer.stream.clone(), pointer: self.config.inbox.id_pointer.clone() };
         let walk = Walk::new(self.config.clone(), found, self.scope.from, self.scope.to, patience).await?;
         let (chunks, mut read) = mpsc::channel(AHEAD);
-        let reading = tokio::spawn(read_ahead(walk, scheme, chunks, self.stop.clone()));
+        let reading = tokio::spawn(read_ahead(walk, self.schemes.clone(), chunks, self.stop.clone()));
         let mut checked = Ok(());
         while let Some(chunk) = read.recv().await {
             checked = self.check(chunk, report).await;
@@ -345,7 +356,7 @@ impl AuditRun {
 /// `true` at the end of the range, `false` after a stop; and the messages that left the stream before they were read.
 async fn read_ahead(
     mut walk: Walk,
-    scheme: IdScheme,
+    schemes: IdSchemes,
     chunks: mpsc::Sender<Vec<Delivery>>,
     stop: CancellationToken,
 ) -> (Result<bool, WalkError>, Vanished) {
@@ -356,7 +367,7 @@ async fn read_ahead(
             Some(Err(error)) => break Err(error),
             None => break Ok(false),
         };
-        let deliveries = read.into_iter().map(|raw| Delivery::new(raw, &scheme)).collect();
+        let deliveries = read.into_iter().map(|raw| Delivery::new(raw, &schemes)).collect();
         if chunks.send(deliveries).await.is_err() {
             break Ok(false);
         }

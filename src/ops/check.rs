@@ -8,9 +8,11 @@ use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::look_for_command;
 use crate::jetstream::{connection, other_pulls, permissions};
+use crate::model::schemes::{IdSchemes, IdSettings};
 use crate::model::text::chain;
 use crate::model::view::ConsumerView;
 use crate::store::{self, Bind, OpenError, Presence, Reader};
+use crate::worker::message_ids;
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +132,22 @@ impl<W: Write> CheckReport<'_, W> {
         }
     }
 
+    /// How ids are made, and whether the next start changes it.
+    async fn message_ids(&mut self, config: &Config) -> io::Result<()> {
+        let settings = message_ids::wanted(config);
+        match id_schemes(config, &settings).await {
+            Ok(None) => Ok(()),
+            Ok(Some(schemes)) => {
+                self.good("ids", &message_ids::history(&schemes))?;
+                match message_ids::difference(&schemes, &settings) {
+                    Some(difference) => self.warn(&difference),
+                    None => Ok(()),
+                }
+            }
+            Err(error) => self.bad("ids", &error),
+        }
+    }
+
     async fn database(&mut self, config: &Config, bind: Option<Bind>) -> io::Result<()> {
         let database = &config.database;
         let (presence, holder) = (store::check(database).await, store::holder(database));
@@ -142,7 +160,10 @@ impl<W: Write> CheckReport<'_, W> {
         }
         match (presence, holder) {
             (Err(error), _) | (Ok(_), Err(error)) => self.bad("database", &chain(&error)),
-            (Ok(Presence::Exists), Ok(_)) => self.good("database", &database.to_string()),
+            (Ok(Presence::Exists), Ok(_)) => {
+                self.good("database", &database.to_string())?;
+                self.message_ids(config).await
+            }
             (Ok(Presence::WillBeCreated), Ok(None)) => self.good("database", &format!("{database} will be created")),
             (Ok(Presence::WillBeCreated), Ok(Some(holder))) => self.bad(
                 "database",
@@ -151,6 +172,15 @@ impl<W: Write> CheckReport<'_, W> {
                 ),
             ),
         }
+    }
+}
+
+/// How the database records that ids are made. `None` if it records nothing yet.
+async fn id_schemes(config: &Config, settings: &IdSettings) -> Result<Option<IdSchemes>, String> {
+    match Reader::open(&config.database).await {
+        Ok(mut reader) => reader.id_schemes(settings).await.map_err(|error| chain(&error)),
+        Err(OpenError::Older(_)) => Ok(None),
+        Err(error) => Err(chain(&error)),
     }
 }
 

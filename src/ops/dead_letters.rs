@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::handler::Handler;
 use crate::model::id::Digest;
 use crate::model::letter::{Closed, Closing, Envelope, Pile, Which};
+use crate::model::schemes::IdSchemes;
 use crate::model::text::{json, shortened};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::ops::new_file::NewFile;
@@ -19,6 +20,7 @@ use crate::ops::signals;
 use crate::ops::{Format, confirmed, operator};
 use crate::store::{self, Direction, ErrorClass, OpenError, Reader, Rows, Store};
 use crate::worker::inbox::replay::{self, Replay, Replayed};
+use crate::worker::message_ids;
 
 mod args;
 mod text;
@@ -154,7 +156,9 @@ async fn replay(
     let mut reader = Reader::open(&config.database).await?;
     let mut letters = args.selection.letters(&mut reader).await?;
     let mut store = Store::open_beside(&config.database).await?;
-    let wish = Replay { by: operator(), as_new: args.as_new, dry_run: args.dry_run };
+    let settings = message_ids::wanted(config);
+    let schemes = reader.id_schemes(&settings).await?.unwrap_or_else(|| IdSchemes::unchanged(&settings));
+    let wish = Replay { by: operator(), as_new: args.as_new, schemes, dry_run: args.dry_run };
     let (mut applied, mut known, mut refused, mut failed) = (0_u64, 0_u64, 0_u64, 0_u64);
     while let Some(page) = letters.next(&mut reader).await? {
         for (_, envelope) in page {
@@ -167,6 +171,12 @@ async fn replay(
                 Replayed::Known(_) => (count(&mut known, "known"), Some("was applied before".to_owned())),
                 Replayed::Conflict => {
                     let note = "its id belongs to another order; --as-new applies it under a new id".to_owned();
+                    (count(&mut refused, "refused"), Some(note))
+                }
+                Replayed::NoId => {
+                    let note = "its publisher's id cannot be read, so the order may be applied under that id; if not, --as-new \
+                                applies it under the id of its place"
+                        .to_owned();
                     (count(&mut refused, "refused"), Some(note))
                 }
                 Replayed::Failed(error) => (count(&mut failed, "failed"), Some(error)),

@@ -11,10 +11,12 @@ use clap::{ArgAction, ArgGroup, Args};
 use crate::config::Config;
 use crate::handler::{Handler, planned};
 use crate::model::delivery::{Delivery, Raw};
-use crate::model::id::{Digest, IdScheme};
+use crate::model::id::Digest;
+use crate::model::schemes::IdSchemes;
 use crate::model::text::chain;
 use crate::ops::{Format, json_flag, status};
 use crate::store::{self, IdRecord, OpenError, Reader, SeqRecord, Unbound};
+use crate::worker::message_ids;
 
 mod judge;
 mod server;
@@ -112,8 +114,11 @@ async fn learn(config: &Config, args: &FindArgs, handler: &dyn Handler) -> Resul
     } else {
         ServerSource::ask(config).await.map_err(|problem| facts.not_asked.push(format!("the server: {problem}"))).ok()
     };
-    let mut search = Search { reader: Reader::open(&config.database).await?, config, handler };
-    let place = args.id.as_deref().and_then(|id| place(id, &config.consumer.stream));
+    let mut reader = Reader::open(&config.database).await?;
+    let settings = message_ids::wanted(config);
+    let schemes = reader.id_schemes(&settings).await?.unwrap_or_else(|| IdSchemes::unchanged(&settings));
+    let place = args.id.as_deref().and_then(|id| place(id, &schemes.first.stream));
+    let mut search = Search { reader, config, schemes, handler };
     let seq = args.seq.or(place.map(|(seq, _)| seq));
     if let (Some(seq), Some(server)) = (seq, &mut server) {
         let published_ns = place.map(|(_, published_ns)| published_ns);
@@ -163,14 +168,13 @@ async fn daemon(config: &Config, not_asked: &mut Vec<String>) -> DaemonState {
 struct Search<'a> {
     reader: Reader,
     config: &'a Config,
+    schemes: IdSchemes,
     handler: &'a dyn Handler,
 }
 
 impl Search<'_> {
     fn delivery(&self, raw: Raw) -> Delivery {
-        let config = self.config;
-        let scheme = IdScheme { stream: config.consumer.stream.clone(), pointer: config.inbox.id_pointer.clone() };
-        planned(self.handler, Delivery::new(raw, &scheme))
+        planned(self.handler, Delivery::new(raw, &self.schemes))
     }
 
     /// The message with this sequence. With `published_ns`, only the message that was published then.

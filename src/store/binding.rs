@@ -6,6 +6,7 @@
 
 use super::Mark;
 use crate::config;
+use crate::model::schemes::{FormerMessages, IdSchemes};
 use crate::model::time::{seconds_text, unix_ns};
 use crate::model::view::ConsumerView;
 
@@ -21,6 +22,21 @@ pub struct Bind {
     pub stream_first_seq: u64,
     /// When the first message of the stream was published; `None` if the stream is empty.
     pub stream_first_ns: Option<i64>,
+    /// When the stream last stored a message.
+    pub stream_last_ns: i64,
+    pub stream_created_ns: i64,
+    pub delivered_stream_seq: u64,
+}
+
+/// How the clocks of the servers of a cluster may differ: a message may have an earlier published time than the message before.
+const SERVER_SKEW_NS: i64 = 2_000_000_000;
+
+/// The database accepts the bind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accepted {
+    pub schemes: IdSchemes,
+    /// The settings are not those of the bind before: ids of new messages are made by another scheme from now on.
+    pub is_changed: bool,
 }
 
 /// The record in a database.
@@ -65,6 +81,23 @@ impl Bind {
             floor_consumer_seq: view.ack_floor_consumer_seq,
             stream_first_seq: view.stream_first_seq,
             stream_first_ns: view.first_published_at.map(unix_ns),
+            stream_last_ns: unix_ns(view.last_published_at),
+            stream_created_ns: unix_ns(view.stream_created_at),
+            delivered_stream_seq: view.delivered_stream_seq,
+        }
+    }
+
+    /// Messages that were published before this are not in the stream.
+    pub fn gone_before_ns(&self) -> i64 {
+        self.stream_first_ns.unwrap_or_else(|| self.stream_created_ns.max(self.stream_last_ns))
+    }
+
+    /// The messages that may have been delivered before this bind. `known_seq`: the highest sequence of this stream in the database.
+    pub fn former_messages(&self, known_seq: u64) -> FormerMessages {
+        FormerMessages {
+            through_seq: self.delivered_stream_seq.max(known_seq),
+            through_ns: self.stream_last_ns.saturating_add(SERVER_SKEW_NS),
+            gone_before_ns: self.gone_before_ns(),
         }
     }
 
@@ -124,6 +157,9 @@ mod tests {
             floor_consumer_seq,
             stream_first_seq: 1,
             stream_first_ns: Some(1_000),
+            stream_last_ns: 2_000,
+            stream_created_ns: 1_000,
+            delivered_stream_seq: floor_stream_seq,
         }
     }
 

@@ -38,6 +38,7 @@ mod outbox;
 pub mod pause;
 mod prune;
 mod reader;
+mod schemes;
 mod sql;
 mod tx;
 

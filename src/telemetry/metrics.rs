@@ -56,6 +56,8 @@ declare_metrics! {
         "Acknowledgements sent to the server, by kind.";
     conflicts_dropped: Counter = "order_processor_conflicts_dropped_total",
         "Messages with another subject or payload under a used id, dropped because inbox.on_conflict is duplicate.";
+    missing_ids: Counter = "order_processor_missing_ids_total",
+        "Messages without the id that inbox.id_pointer or inbox.id_scope expects, identified by their place in the stream instead.";
     dead_letters_total: CounterBy<Reason> = "order_processor_dead_letters_total",
         "Messages put into the dead letters since the start, by reason.";
     nats_reconnects: Counter = "order_processor_nats_reconnects_total",
@@ -326,6 +328,7 @@ mod tests {
         "outcomes_total",
         "acks_total",
         "conflicts_dropped_total",
+        "missing_ids_total",
         "dead_letters_total",
         "nats_reconnects_total",
         "nats_errors_total",

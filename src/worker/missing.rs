@@ -58,7 +58,7 @@ impl VerdictRules {
 mod tests {
     use super::*;
     use crate::model::delivery::{Headers, Position, Raw};
-    use crate::model::id::{Digest, IdScheme};
+    use crate::model::id::{Digest, IdScheme, UniqueIn};
     use crate::model::outcome::Ignored;
 
     #[test]
@@ -73,8 +73,8 @@ mod tests {
         let delivery = |stream_seq, published_ns| {
             let position = Position { delivered: 1, stream_seq, consumer_seq: 0, published_ns };
             let (subject, headers, payload) = ("ORDERS.new".into(), Headers::new(), "order".into());
-            let scheme = IdScheme { stream: "ORDERS".to_owned(), pointer: None };
-            Delivery::new(Raw { subject, headers, payload, position, unreadable: None }, &scheme)
+            let scheme = IdScheme { stream: "ORDERS".to_owned(), pointer: None, unique_in: UniqueIn::Subject };
+            Delivery::new(Raw { subject, headers, payload, position, unreadable: None }, &scheme.into())
         };
         let marker = Delivery { ignored: Some(Ignored::DeleteMarker), ..delivery(6, 30) };
         let other = Claim::Processed(Digest([0; 16]));

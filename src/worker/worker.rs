@@ -17,6 +17,7 @@ use super::acceptance::Acceptance;
 use super::audit::Audit;
 use super::calls::{self, Calls};
 use super::held::Held;
+use super::message_ids;
 use super::outage::Outages;
 use super::parked::Parked;
 use super::relay::Relay;
@@ -28,8 +29,8 @@ use crate::config::Config;
 use crate::handler::{Handler, planned};
 use crate::jetstream::consumer::{Capacity, Consumer, Event, Limits, Receipt};
 use crate::model::delivery::{Arrival, Delivery, Reply};
-use crate::model::id::IdScheme;
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
+use crate::model::schemes::{IdSchemes, IdSettings};
 use crate::model::view::ConsumerView;
 use crate::store::{self, Store};
 use crate::telemetry::{Reminder, Telemetry};
@@ -63,7 +64,8 @@ pub struct Worker {
     consumer: Consumer,
     limits: Option<Limits>,
     view: Option<ConsumerView>,
-    scheme: IdScheme,
+    id_settings: IdSettings,
+    schemes: IdSchemes,
     calls: Calls,
     /// What calls brought since the last batch began.
     answers: Vec<(Delivery, calls::Outcome)>,
@@ -102,11 +104,13 @@ impl Worker {
     ) -> Self {
         let info_every = if until == Until::Idle { INFO_EVERY_UNTIL_IDLE } else { INFO_EVERY };
         let retry = RetryPolicy::from(&config.retry);
+        let id_settings = message_ids::wanted(&config);
         Self {
             consumer: Consumer::new(config.clone(), telemetry.clone(), info_every),
             limits: None,
             view: None,
-            scheme: IdScheme { stream: config.consumer.stream.clone(), pointer: config.inbox.id_pointer.clone() },
+            schemes: IdSchemes::unchanged(&id_settings),
+            id_settings,
             calls: Calls::new(handler.clone(), &telemetry),
             answers: Vec::new(),
             waiting: Waiting::default(),
@@ -139,6 +143,7 @@ impl Worker {
     /// [`WorkerError`]; whatever it is, nothing was acknowledged that is not durable.
     pub async fn run(mut self, stop: CancellationToken, pause: impl Future<Output = ()>) -> Result<Ended, WorkerError> {
         let mut pause = pin!(pause);
+        self.read_schemes().await;
         let ended = self.work(stop, pause.as_mut()).await?;
         if ended == Ended::Done {
             self.telemetry.health.set_draining();
@@ -204,7 +209,7 @@ impl Worker {
             self.parked.came(raw.position.stream_seq);
             let accounts_from = self.audit.delivered(raw.position, self.filtered);
             if self.held.take(raw.position, reply, accounts_from, now) {
-                self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
+                self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.schemes)));
             }
         }
         self.telemetry.health.set_held(self.held.len());
@@ -218,8 +223,9 @@ impl Worker {
         }
         let Some(mut inbox) = self.writer.take() else { return };
         if let Some(bind) = self.acceptance.due() {
+            let id_settings = self.id_settings.clone();
             self.writer = Writer::Busy(tokio::spawn(async move {
-                let result = inbox.store().bind(&bind).await;
+                let result = inbox.store().bind(&bind, &id_settings).await;
                 if let Err(error) = &result {
                     inbox.store().roll_back_after(error).await;
                 }
@@ -294,10 +300,7 @@ impl Worker {
             }
             Work::Bind { bind, result: Ok(answer) } => {
                 self.outages.database_works(&self.telemetry);
-                self.acceptance.take_answer(&bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
-                if let Some(view) = self.view.clone() {
-                    self.audit(&view);
-                }
+                self.answered(&bind, answer)?;
             }
             Work::LookUp(result) => self.looked_up(result)?,
             Work::Outbox { step, result } => self.outbox_taken(&step, result)?,

@@ -9,7 +9,7 @@ use super::calls::LookUp;
 use super::inbox::{Inbox, Outcomes};
 use super::worker::WorkerError;
 use crate::model::delivery::Delivery;
-use crate::store::{self, AuditMark, Bind, Counts, OutboxStep, OutboxTaken, Prunable, Store, Unbound};
+use crate::store::{self, Accepted, AuditMark, Bind, Counts, OutboxStep, OutboxTaken, Prunable, Store, Unbound};
 
 /// Ids deleted in one transaction: a few milliseconds.
 pub const PRUNE_STEP: u32 = 500;
@@ -44,7 +44,7 @@ pub enum Work {
     },
     Bind {
         bind: Bind,
-        result: Result<Result<(), Unbound>, store::Error>,
+        result: Result<Result<Accepted, Unbound>, store::Error>,
     },
 }
 

@@ -285,7 +285,7 @@ async fn a_replay_beside_a_busy_daemon_applies_each_letter_once() {
         }
         published
     });
-    let said = spec.run_ok(&["dead-letters", "replay", "--reason", "undecodable"]).await.stdout;
+    let said = spec.run_ok(&["dead-letters", "replay", "--as-new", "--reason", "undecodable"]).await.stdout;
     assert!(said.ends_with("100 applied, 0 known, 0 refused, 0 failed\n"), "{said}");
     enough.cancel();
     let published: i64 = publishing.await.unwrap();
@@ -309,7 +309,7 @@ async fn a_replay_that_is_killed_at_any_moment_loses_and_repeats_nothing() {
     assert_eq!(spec.db().count("dead_letters").await, LETTERS);
     let mut delay_ms = 30;
     while spec.db().count("dead_letters").await > 0 {
-        let mut replay = spec.start_with(&["dead-letters", "replay", "--all"]);
+        let mut replay = spec.start_with(&["dead-letters", "replay", "--as-new", "--all"]);
         tokio::time::sleep(Duration::from_millis(delay_ms)).await;
         replay.kill9();
         // Longer each time, so that it comes to an end also on a slow machine.

@@ -228,6 +228,7 @@ fn delivery(id: u8, other: bool) -> Delivery {
         id: format!("order {id}").into(),
         digest: Digest([u8::from(other); 16]),
         defect: None,
+        missing_id: None,
         ignored: None,
         attempt: 1,
         plan: Plan::Apply,

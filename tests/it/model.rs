@@ -214,7 +214,16 @@ impl Message {
         let raw =
             Raw { subject: "ORDERS.new".into(), headers: vec![], payload: payload.into(), position, unreadable: None };
         let defect = self.unreadable.then(|| (Reason::Unreadable, "bytes".to_owned()));
-        Delivery { raw, id: self.name().into(), digest, defect, ignored: None, attempt: 1, plan: Plan::Apply }
+        Delivery {
+            raw,
+            id: self.name().into(),
+            digest,
+            defect,
+            missing_id: None,
+            ignored: None,
+            attempt: 1,
+            plan: Plan::Apply,
+        }
     }
 }
 

@@ -8,8 +8,10 @@ use async_trait::async_trait;
 use order_processor::model::letter::{Pile, Which};
 use order_processor::model::outcome::Reason;
 use order_processor::model::plan::Plan;
+use order_processor::model::schemes::IdSchemes;
 use order_processor::store::{Direction, Reader, Rows, Store};
 use order_processor::worker::inbox::replay::{Replay, Replayed, replay};
+use order_processor::worker::message_ids;
 use order_processor::{Connection, Delivery, Failure, Handler, Order, Tx};
 
 use crate::support::in_process::Bench;
@@ -129,7 +131,8 @@ async fn a_replay_asks_for_the_plan_as_it_is_now() {
     let mut reader = Reader::open(&config.database).await.unwrap();
     let (pages, _) = reader.page(Pile::Open, &Which::default(), Rows::ALL, Direction::OldestFirst, 10).await.unwrap();
     let (id, digest) = (pages[0].1.id.clone(), pages[0].1.digest);
-    let wish = |dry_run| Replay { by: "a@b".to_owned(), as_new: false, dry_run };
+    let schemes = IdSchemes::unchanged(&message_ids::wanted(&config));
+    let wish = |dry_run| Replay { by: "a@b".to_owned(), as_new: false, schemes: schemes.clone(), dry_run };
     let replayed = replay(&mut store, planner.as_ref(), (&id, digest), &wish(false)).await.unwrap();
     assert_eq!(replayed, Replayed::Failed("no route".to_owned()));
     let ignores_all = Planner { ignores_all: true, ..Planner::default() };

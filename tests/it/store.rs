@@ -39,7 +39,16 @@ fn delivery(id: &str, payload: &str, stream_seq: u64) -> Delivery {
     let payload = payload.to_owned().into();
     let raw = Raw { subject: "ORDERS.new".into(), headers, payload, position, unreadable: None };
     let digest = Digest::of(&raw.subject, &raw.payload);
-    Delivery { raw, id: id.into(), digest, defect: None, ignored: None, attempt: 1, plan: Plan::Apply }
+    Delivery {
+        raw,
+        id: id.into(),
+        digest,
+        defect: None,
+        missing_id: None,
+        ignored: None,
+        attempt: 1,
+        plan: Plan::Apply,
+    }
 }
 
 fn dead(error: &str) -> Outcome {

@@ -29,6 +29,9 @@ async fn downgrade(connection: &mut SqliteConnection) {
         "DROP TABLE pruned",
         "DROP TABLE binding",
         "DROP TABLE audit_mark",
+        "DROP TABLE id_schemes",
+        "DROP TABLE outbox",
+        "DROP TABLE outbox_targets",
         "DELETE FROM _sqlx_migrations WHERE version > 3",
     ] {
         sqlx::query(sql).execute(&mut *connection).await.unwrap();

@@ -123,7 +123,7 @@ mod tests {
     use crate::handler::http::signature::Keys;
     use crate::handler::http::{HttpRoute, Place};
     use crate::model::delivery::{Position, Raw};
-    use crate::model::id::IdScheme;
+    use crate::model::id::{IdScheme, UniqueIn};
 
     fn delivery(id: Option<&str>, more: &[(&str, &str)], payload: &'static [u8]) -> Delivery {
         let id = id.map(|id| ("Nats-Msg-Id".to_owned(), id.to_owned()));
@@ -140,7 +140,8 @@ mod tests {
             },
             unreadable: None,
         };
-        Delivery { attempt: 2, ..Delivery::new(raw, &IdScheme { stream: "ORDERS".to_owned(), pointer: None }) }
+        let scheme = IdScheme { stream: "ORDERS".to_owned(), pointer: None, unique_in: UniqueIn::Subject };
+        Delivery { attempt: 2, ..Delivery::new(raw, &scheme.into()) }
     }
 
     fn sent(delivery: &Delivery) -> BTreeMap<String, String> {

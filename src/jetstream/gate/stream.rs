@@ -2,7 +2,9 @@
 
 use async_nats::jetstream::stream::{DiscardPolicy, Info as StreamInfo, RetentionPolicy, StorageType};
 
-pub(super) fn warnings(stream: &StreamInfo) -> Vec<String> {
+use super::Expectations;
+
+pub(super) fn warnings(stream: &StreamInfo, ours: Expectations) -> Vec<String> {
     let config = &stream.config;
     let name = &config.name;
     let mut found = Vec::new();
@@ -19,7 +21,7 @@ pub(super) fn warnings(stream: &StreamInfo) -> Vec<String> {
     }
     found.extend(removals(stream));
     found.extend(other_than_orders(stream));
-    found.extend(sources(stream));
+    found.extend(sources(stream, ours));
     found
 }
 
@@ -76,18 +78,22 @@ fn other_than_orders(stream: &StreamInfo) -> Vec<String> {
     found
 }
 
-fn sources(stream: &StreamInfo) -> Option<String> {
+fn sources(stream: &StreamInfo, ours: Expectations) -> Option<String> {
     let config = &stream.config;
     let sources: Vec<&str> = config.sources.iter().flatten().map(|source| source.name.as_str()).collect();
     if sources.is_empty() {
         return None;
     }
-    Some(format!(
-        "stream {} has sources ({}): a message that is copied again, for example after an edit of a source, has a new sequence, so \
-         only its Nats-Msg-Id or inbox.id_pointer shows that it is the same order; two sources must not use the same ids",
+    let ids = if ours.has_id_pointer { "a Nats-Msg-Id or an id at inbox.id_pointer" } else { "a Nats-Msg-Id" };
+    let copies = format!(
+        "stream {} has sources ({}): after an edit of a source, the server may copy a message again under a new sequence; with {ids} \
+         the copy is a duplicate, without an id it is a second order",
         config.name,
         sources.join(", ")
-    ))
+    );
+    let sharing = "; of two orders with one id in two sources, only one is applied: if the sources do not agree on their ids, set \
+                   inbox.id_scope to a header that tells them apart";
+    Some(if ours.has_tenants { copies } else { copies + sharing })
 }
 
 /// Why `audit` cannot find the orders that the database lost, if it cannot.

@@ -88,7 +88,8 @@ pub struct Selection {
 pub struct ReplayArgs {
     #[command(flatten)]
     pub selection: Selection,
-    /// Apply a dead letter whose id belongs to another order under a new id
+    /// Apply a dead letter whose id belongs to another order under a new id, and one whose id cannot be read under the id of its
+    /// place in the stream
     #[arg(long)]
     pub as_new: bool,
     /// Run the handler, undo everything and print the result that a replay would have

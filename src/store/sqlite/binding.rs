@@ -5,26 +5,34 @@ use std::time::SystemTime;
 use sqlx::SqliteConnection;
 
 use super::prune::marks;
+use super::schemes;
 use super::sql::{failed, to_i64};
 use super::{Reader, Store};
+use crate::model::schemes::IdSettings;
 use crate::model::time::unix_ns;
-use crate::store::{Bind, Binding, Error, Unbound};
+use crate::store::{Accepted, Bind, Binding, Error, Unbound};
 
 const READING: &str = "reading the binding record";
 const WRITING: &str = "writing the binding record";
 
 impl Store {
-    pub async fn bind(&mut self, bind: &Bind) -> Result<Result<(), Unbound>, Error> {
+    pub async fn bind(&mut self, bind: &Bind, settings: &IdSettings) -> Result<Result<Accepted, Unbound>, Error> {
         let mut tx = self.begin().await?;
         let record = record(tx.connection).await.map_err(|source| tx.fail(READING, source))?;
         let marks = marks(tx.connection).await.map_err(|source| tx.fail(READING, source))?;
-        let judged = bind.judge(record.as_ref(), &marks);
+        if let Err(refusal) = bind.judge(record.as_ref(), &marks) {
+            tx.commit().await?;
+            return Ok(Err(refusal));
+        }
+        // Before the record of the consumer, whose absence shows that the database is new.
+        let followed = schemes::follow(tx.connection, bind, settings).await;
+        let (schemes, is_changed) = followed.map_err(|source| tx.fail("recording how ids are made", source))?;
         let bound = bind.recorded(record.as_ref());
-        if judged.is_ok() && record.as_ref() != Some(&bound) {
+        if record.as_ref() != Some(&bound) {
             write(tx.connection, &bound).await.map_err(|source| tx.fail(WRITING, source))?;
         }
         tx.commit().await?;
-        Ok(judged)
+        Ok(Ok(Accepted { schemes, is_changed }))
     }
 
     pub async fn adopt(&mut self, bind: &Bind) -> Result<Binding, Error> {

@@ -44,6 +44,7 @@ fn view(num_pending: u64) -> ConsumerView {
         max_ack_pending: None,
         paused: false,
         first_published_at: None,
+        stream_created_at: SystemTime::now(),
         last_published_at: SystemTime::now(),
         oldest_published_at: None,
         taken_at: SystemTime::UNIX_EPOCH,

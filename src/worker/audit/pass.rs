@@ -9,8 +9,8 @@ use crate::config::{Database, OnConflict, Retention};
 use crate::jetstream;
 use crate::jetstream::stored::StreamReader;
 use crate::model::delivery::Delivery;
-use crate::model::id::IdScheme;
 use crate::model::ranges::{Range, Ranges};
+use crate::model::schemes::IdSchemes;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
 use crate::store::{self, Anchor, AuditMark, OpenError, Reader};
@@ -31,7 +31,7 @@ const NAMED_MAX: usize = 50;
 pub struct Pass {
     pub reader: StreamReader,
     pub database: Database,
-    pub scheme: IdScheme,
+    pub schemes: IdSchemes,
     pub retention: Retention,
     pub on_conflict: OnConflict,
     pub view: ConsumerView,
@@ -261,7 +261,7 @@ impl Pass {
         while from <= range.to {
             found.was_read = true;
             let (arrivals, next) = self.reader.some(from, range.to).await?;
-            let deliveries = arrivals.into_iter().map(|arrival| Delivery::new(arrival.raw, &self.scheme)).collect();
+            let deliveries = arrivals.into_iter().map(|arrival| Delivery::new(arrival.raw, &self.schemes)).collect();
             self.check_page(database, Range { from, to: next - 1 }, deliveries, rules, found).await?;
             from = next;
         }
@@ -294,7 +294,7 @@ impl Pass {
             }
         }
         found.add_absent(absent_from, range.to + 1);
-        // With another `inbox.id_pointer` than before, processed messages have other ids.
+        // A database of a former version has no record how its ids were made: they may be other ids.
         let other_ids = database.other_ids(&missing).await?;
         for (delivery, other_id) in missing.into_iter().zip(other_ids) {
             match other_id {

@@ -6,8 +6,9 @@ use super::now_ns;
 use super::single::{Publishing, caught, guarded};
 use crate::handler::{Answer, Failure, Handler, Order, planned};
 use crate::model::id::Digest;
-use crate::model::letter::{Closed, Closing};
+use crate::model::letter::{Closed, Closing, Letter};
 use crate::model::plan::Plan;
+use crate::model::schemes::IdSchemes;
 use crate::model::text::chain;
 use crate::store::{Claim, Error, Store};
 
@@ -16,8 +17,10 @@ use crate::store::{Claim, Error, Store};
 pub struct Replay {
     /// `user@host`, for the record.
     pub by: String,
-    /// Give a letter an id of its own if its id belongs to another order.
+    /// Give a letter an id of its own if its id belongs to another order. Apply a letter without a readable id under its place.
     pub as_new: bool,
+    /// How the ids of the database are made.
+    pub schemes: IdSchemes,
     /// Run everything and undo it.
     pub dry_run: bool,
 }
@@ -33,6 +36,8 @@ pub enum Replayed {
     Known(String),
     /// Its id belongs to another order. The letter stays.
     Conflict,
+    /// Its publisher's id cannot be read, so the order may have been applied under that id. The letter stays.
+    NoId,
     /// The letter stays, with this error.
     Failed(String),
     /// The dead letter no longer exists.
@@ -82,6 +87,10 @@ async fn call(
     }
     let mut tx = store.begin().await?;
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(None) };
+    if is_without_id(&letter, wish) {
+        store.roll_back().await;
+        return Ok(None);
+    }
     let mut delivery = planned(handler, letter.delivery());
     let mut known = tx.known(&[&delivery]).await?.pop();
     if wish.as_new && is_conflict(known, digest) {
@@ -107,6 +116,9 @@ async fn replay_in_transaction(
     let mut tx = store.begin().await?;
     // First, because nothing may claim the id of a message while the message is a dead letter.
     let Some(letter) = tx.take_letter(id, digest).await? else { return Ok(Replayed::Gone) };
+    if is_without_id(&letter, wish) {
+        return Ok(Replayed::NoId);
+    }
     let mut delivery = planned(handler, letter.delivery());
     let mut claim = tx.claim(&[&delivery], now_ns).await?.pop();
     if wish.as_new && is_conflict(claim, digest) {
@@ -137,6 +149,10 @@ async fn replay_in_transaction(
         tx.commit().await?;
     }
     Ok(replayed)
+}
+
+fn is_without_id(letter: &Letter, wish: &Replay) -> bool {
+    !wish.as_new && letter.lacks_its_id(&wish.schemes)
 }
 
 fn is_conflict(claim: Option<Claim>, digest: Digest) -> bool {

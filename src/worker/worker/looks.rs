@@ -2,16 +2,18 @@
 
 use tokio::time::Instant;
 
-use super::{Until, Worker, ticks};
+use super::{Until, Worker, WorkerError, ticks};
 use crate::handler::planned;
 use crate::jetstream::consumer::Limits;
 use crate::model::delivery::{Arrival, Delivery, Position};
 use crate::model::outcome::Reason;
 use crate::model::plan::Plan;
 use crate::model::view::ConsumerView;
+use crate::store::{Accepted, Bind, Unbound};
 use crate::telemetry::metrics::SeenBy;
 use crate::worker::audit;
 use crate::worker::audit::pass::Pass;
+use crate::worker::message_ids;
 use crate::worker::retry::RetryPolicy;
 use crate::worker::writer::Writer;
 
@@ -34,7 +36,7 @@ impl Worker {
             for Arrival { raw, reply } in former {
                 if raw.position.published_ns < stream_created_ns {
                     self.count(raw.position);
-                    self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.scheme)));
+                    self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.schemes)));
                 } else {
                     current.push(Arrival { raw, reply });
                 }
@@ -45,6 +47,32 @@ impl Worker {
         self.receive(current);
         self.acceptance.ask(&self.config.consumer, &view);
         self.observe(view, Some(limits));
+    }
+
+    /// What the server has given up may arrive before the first bind is recorded. It was delivered before, so the record of the
+    /// bind before holds.
+    pub(super) async fn read_schemes(&mut self) {
+        let Writer::Free(inbox) = &mut self.writer else { return };
+        match inbox.store().id_schemes(&self.id_settings).await {
+            Ok(schemes) => self.schemes = schemes,
+            // The bind reads it again, and waits for the database.
+            Err(error) => inbox.store().roll_back_after(&error).await,
+        }
+    }
+
+    /// The database has answered a bind.
+    pub(super) fn answered(&mut self, bind: &Bind, answer: Result<Accepted, Unbound>) -> Result<(), WorkerError> {
+        let answer = answer.map(|Accepted { schemes, is_changed }| {
+            if is_changed {
+                message_ids::log_change(&schemes);
+            }
+            self.schemes = schemes;
+        });
+        self.acceptance.take_answer(bind, answer, &self.telemetry).map_err(WorkerError::Unbound)?;
+        if let Some(view) = self.view.clone() {
+            self.audit(&view);
+        }
+        Ok(())
     }
 
     /// A fresh look at stream and consumer; with limits if they are new.
@@ -89,7 +117,7 @@ impl Worker {
             }
             self.count(position);
             self.held.take(position, reply, position.stream_seq, Instant::now());
-            let mut delivery = planned(&*self.handler, Delivery::new(raw, &self.scheme));
+            let mut delivery = planned(&*self.handler, Delivery::new(raw, &self.schemes));
             if delivery.plan != Plan::Ignore {
                 delivery.defect.get_or_insert_with(|| (Reason::LastDelivery, given_up_text(max_deliver)));
             }
@@ -106,7 +134,7 @@ impl Worker {
         self.audit.begin(|decided, newest, check| Pass {
             reader,
             database: self.config.database.clone(),
-            scheme: self.scheme.clone(),
+            schemes: self.schemes.clone(),
             retention: self.config.inbox.retention,
             on_conflict: self.config.inbox.on_conflict,
             view: view.clone(),
