@@ -43,6 +43,7 @@ pub struct Config {
     pub retry: Retry,
     pub inbox: InboxSettings,
     pub database: Database,
+    pub handler: HandlerSettings,
     pub audit: AuditSettings,
     pub http: Http,
     pub shutdown: Shutdown,
@@ -239,6 +240,13 @@ impl fmt::Display for Database {
     }
 }
 
+/// What an order does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HandlerSettings {
+    /// The handler file; `None` records every order.
+    pub file: Option<PathBuf>,
+}
+
 /// When the daemon looks for missing messages by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditSettings {
@@ -349,7 +357,7 @@ const FILE: &str = "the path of a file";
 const NAME: &str = "1 to 255 bytes without white space and without . * > / \\";
 
 /// Every key, in the order of `config/default.toml`: a test compares the two.
-const SETTINGS: [Known; 30] = [
+const SETTINGS: [Known; 31] = [
     known("nats.url", SERVERS),
     known("nats.credentials_file", FILE),
     known("nats.nkey_file", FILE),
@@ -375,6 +383,7 @@ const SETTINGS: [Known; 30] = [
     known("inbox.on_missing_id", "\"place\" or \"dead-letter\""),
     bounded("inbox.retention", "\"auto\", or a duration such as \"30d\", {bounds}", "1h", "10y"),
     known("database.url", "sqlite://relative.db or sqlite:///absolute.db"),
+    known("handler.file", FILE),
     bounded("audit.every", "a duration such as \"1h\", {bounds}, or \"off\"", "1s", "7d"),
     known("http.listen", "an IP address and port, such as \"127.0.0.1:9464\" or \"[::]:9464\""),
     bounded("shutdown.timeout", "a duration such as \"25s\", {bounds}", "1s", "1h"),

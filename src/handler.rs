@@ -1,9 +1,15 @@
 //! The extension point: what an order means to the business. The built-in handler is [`orders::Orders`].
 
+pub mod file;
 pub mod http;
 pub mod orders;
+pub mod params;
+pub mod route;
+pub mod routes;
+pub mod sql;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,7 +20,7 @@ use crate::model::delivery::Delivery;
 use crate::model::outcome::Reason;
 use crate::model::plan::Plan;
 use crate::model::text::panic_text;
-use crate::store::{self, Tx};
+use crate::store::{self, Connection, Tx};
 
 /// What an order does: a call of a service, an effect in the database, or both.
 ///
@@ -44,6 +50,17 @@ pub trait Handler: Send + Sync + 'static {
     /// must not panic. The default calls if the handler makes calls.
     fn plan(&self, _delivery: &Delivery) -> Plan {
         if self.concurrency() > 0 { Plan::Call } else { Plan::Apply }
+    }
+
+    /// The file that the handler was made from, and the start of its hash, for the log and `/status`.
+    fn file(&self) -> Option<(&Path, &str)> {
+        None
+    }
+
+    /// Runs each time after the daemon has opened the database, before the first message, outside any transaction: the place to
+    /// create tables. `audit --repair` and `dead-letters replay` do not run it.
+    async fn prepare(&self, _connection: Connection<'_>) -> Result<(), Failure> {
+        Ok(())
     }
 
     /// How many calls may run at the same time. With 0 the handler makes no calls, and [`call`](Handler::call) never runs.
@@ -147,6 +164,17 @@ impl Failure {
     pub fn into_inner(self) -> Self {
         match self {
             Self::At { failure, .. } => failure.into_inner(),
+            plain
+            @ (Self::Retry(_) | Self::Permanent(_) | Self::Away(_) | Self::Unanswered { .. } | Self::Store(_)) => plain,
+        }
+    }
+}
+
+impl Failure {
+    /// The failure in a longer slice, in which this many orders stand before its own.
+    pub(crate) fn moved(self, before: usize) -> Self {
+        match self {
+            Self::At { index, failure } => Self::At { index: index + before, failure },
             plain
             @ (Self::Retry(_) | Self::Permanent(_) | Self::Away(_) | Self::Unanswered { .. } | Self::Store(_)) => plain,
         }

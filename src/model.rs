@@ -7,6 +7,7 @@ pub mod letter;
 pub mod outbox;
 pub mod outcome;
 pub mod plan;
+pub mod pointer;
 pub mod ranges;
 pub mod schemes;
 pub mod subject;

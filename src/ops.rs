@@ -15,6 +15,7 @@ pub mod config;
 pub mod dead_letters;
 pub mod exit;
 pub mod find;
+pub mod handler;
 pub mod healthcheck;
 pub mod http;
 pub mod man;

@@ -51,6 +51,12 @@ pub enum Reader {
     Sqlite(sqlite::Reader),
 }
 
+/// A database in memory with the schema of a real one, to try statements on.
+#[derive(Debug)]
+pub enum Scratch {
+    Sqlite(Box<sqlite::scratch::SchemaCopy>),
+}
+
 /// The connection of a [`Tx`], for the statements of a handler.
 #[derive(Debug)]
 pub enum Connection<'c> {
@@ -93,6 +99,13 @@ impl Store {
     pub fn sign_as_repair(&mut self) {
         match self {
             Self::Sqlite(store) => store.sign_as_repair(),
+        }
+    }
+
+    /// The connection outside a transaction, for what a handler prepares; `None` if it was lost.
+    pub fn idle_connection(&mut self) -> Option<Connection<'_>> {
+        match self {
+            Self::Sqlite(store) => store.idle_connection().map(Connection::Sqlite),
         }
     }
 
@@ -457,6 +470,37 @@ impl Reader {
             Self::Sqlite(reader) => reader.last_row().await,
         }
     }
+}
+
+impl Scratch {
+    /// With the tables of a new database.
+    pub async fn empty() -> Result<Self, Error> {
+        Ok(Self::Sqlite(Box::new(sqlite::scratch::SchemaCopy::empty().await?)))
+    }
+
+    /// With the schema of a database that another process may use, as this version would update it. A file that does not exist is
+    /// not created.
+    ///
+    /// # Errors
+    /// [`OpenError`] if the schema cannot be read.
+    pub async fn copy_of(database: &Database) -> Result<Self, OpenError> {
+        match database {
+            Database::Sqlite(path) => {
+                sqlite::scratch::SchemaCopy::copy_of(path).await.map(|scratch| Self::Sqlite(Box::new(scratch)))
+            }
+        }
+    }
+
+    pub fn connection(&mut self) -> Connection<'_> {
+        match self {
+            Self::Sqlite(scratch) => Connection::Sqlite(scratch.connection()),
+        }
+    }
+}
+
+/// The names of all tables, indexes and triggers that a new database has.
+pub async fn own_names() -> Result<Vec<String>, Error> {
+    sqlite::scratch::own_names().await
 }
 
 /// Checks whether `run` could use the database, without creating or changing anything. Waits two seconds for the write lock.

@@ -9,8 +9,8 @@ use super::parse::{
     socket_address, subject, text, whole_number, within, yes_or_no,
 };
 use super::{
-    AuditSettings, Auth, Batch, Config, ConsumerNames, DEFAULT_API_PREFIX, Http, InboxSettings, Known, Log, LogFormat,
-    Nats, OnConflict, OnMissingId, Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
+    AuditSettings, Auth, Batch, Config, ConsumerNames, DEFAULT_API_PREFIX, HandlerSettings, Http, InboxSettings, Known,
+    Log, LogFormat, Nats, OnConflict, OnMissingId, Retention, Retry, SETTINGS, Setting, Shutdown, Tls, how_to_close,
 };
 
 /// All sections are read before the first `?`, so that all problems are found and not only the first.
@@ -21,6 +21,7 @@ pub fn read_config(reader: &mut SettingsReader) -> Result<Config, Refused> {
     let retry = read_retry(reader);
     let inbox = read_inbox(reader);
     let database = reader.required("database.url", database);
+    let handler_file = reader.optional("handler.file", path);
     let every = read_audit_every(reader);
     let listen = reader.required("http.listen", socket_address);
     let timeout = reader.bounded("shutdown.timeout", duration);
@@ -32,6 +33,7 @@ pub fn read_config(reader: &mut SettingsReader) -> Result<Config, Refused> {
         retry: retry?,
         inbox: inbox?,
         database: database?,
+        handler: HandlerSettings { file: handler_file? },
         audit: AuditSettings { every: every? },
         http: Http { listen: listen? },
         shutdown: Shutdown { timeout: timeout? },

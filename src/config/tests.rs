@@ -71,6 +71,7 @@ fn the_defaults_are_those_of_the_design() {
             retention: Retention::Auto,
         },
         database: Database::Sqlite("order-processor.db".into()),
+        handler: HandlerSettings::default(),
         audit: AuditSettings { every: Some(secs(3600)) },
         http: Http { listen: ([127, 0, 0, 1], 9464).into() },
         shutdown: Shutdown { timeout: secs(25) },

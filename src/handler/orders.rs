@@ -21,7 +21,7 @@ impl Handler for Orders {
     }
 }
 
-async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Result<(), Failure> {
+pub async fn record(connection: &mut SqliteConnection, orders: &[Order<'_>]) -> Result<(), Failure> {
     for chunk in chunks(orders) {
         let mut statement = sqlx::query(AssertSqlSafe(insert(chunk.len())));
         for Order { delivery, .. } in chunk {

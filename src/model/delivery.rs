@@ -2,6 +2,7 @@
 //!
 //! A message is stored once and may be delivered many times; everything here belongs to one handing-out of it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::id::{Digest, Given, NoId};
@@ -129,6 +130,15 @@ impl Delivery {
     pub fn bytes(&self) -> usize {
         self.raw.payload.len() + self.raw.headers.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>()
     }
+}
+
+/// A JSON object: name -> array of values.
+pub fn headers_json(headers: &Headers) -> String {
+    let mut values: HashMap<&str, Vec<&str>> = HashMap::new();
+    for (name, value) in headers {
+        values.entry(name).or_default().push(value);
+    }
+    serde_json::json!(values).to_string()
 }
 
 /// Header names as written: the server and its clients look them up with their case.

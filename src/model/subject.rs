@@ -47,6 +47,27 @@ impl SubjectPattern {
             }
         }
     }
+
+    /// Whether each subject that `other` matches is one that this pattern matches.
+    pub fn covers(&self, other: &Self) -> bool {
+        let mut others = other.0.split('.');
+        for token in self.0.split('.') {
+            match (token, others.next()) {
+                (_, None) => return false,
+                (">", Some(_)) => return true,
+                ("*", Some(there)) if there != ">" => {}
+                (token, Some(there)) if token == there => {}
+                (_, Some(_)) => return false,
+            }
+        }
+        others.next().is_none()
+    }
+}
+
+impl std::fmt::Display for SubjectPattern {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
 }
 
 #[cfg(test)]
@@ -68,6 +89,26 @@ mod tests {
         for (one, other) in [("a.*", "b.*"), ("a.>", "a"), ("a.*", "a.b.c"), ("a.b", "a.c"), ("a", "A")] {
             assert!(!overlap(one, other), "{one} {other}");
         }
+    }
+
+    #[test]
+    fn a_pattern_covers_what_matches_no_more_than_it_does() {
+        let patterns = ["A", "A.*", "A.>", "A.b", "*.b", "*.*", ">", "A.b.>", "A.*.c", "*.>"];
+        let subjects = ["A", "A.b", "A.c", "B.b", "A.b.c", "A.x.c", "A.b.c.d", "B"];
+        for one in patterns {
+            for other in patterns {
+                let [one, other] = [one, other].map(|pattern| pattern.parse::<SubjectPattern>().unwrap());
+                let all = subjects.iter().filter(|subject| other.matches(subject)).all(|subject| one.matches(subject));
+                assert!(all || !one.covers(&other), "{one} {other}");
+            }
+        }
+        let covers = |one: &str, other: &str| {
+            one.parse::<SubjectPattern>().unwrap().covers(&other.parse::<SubjectPattern>().unwrap())
+        };
+        for (one, other) in [(">", ">"), ("A.*", "A.b"), ("A.>", "A.*"), ("A.>", "A.b.>"), ("*.*", "A.*")] {
+            assert!(covers(one, other) && (one == other || !covers(other, one)), "{one} {other}");
+        }
+        assert!(!covers("A.*", "A.>") && !covers("A.b", "A.*") && !covers("A.>", "A"));
     }
 
     #[test]

@@ -2,8 +2,10 @@
 
 use std::io::{self, Write};
 
+use super::handler::{self, HandlerError};
 use super::status;
 use crate::config::Config;
+use crate::handler::routes::LoadError;
 use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate::{self, Expectations, Severity};
 use crate::jetstream::look::look_for_command;
@@ -19,8 +21,9 @@ use crate::worker::message_ids;
 pub enum CheckResult {
     Good,
     Failed,
-    /// The server rejects the login, or a file of the login cannot be used.
-    LockedOut,
+    /// The operator must correct something: the server rejects the login, a file of the login cannot be used, or the handler file
+    /// has a problem.
+    Refused,
 }
 
 /// Prints one line for each thing that was checked.
@@ -42,10 +45,11 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResul
             report.bad("connection", &chain(&error))?;
             report.bad("consumer", "not checked: no connection to the server")?;
             if error.is_about_settings() {
-                report.result = CheckResult::LockedOut;
+                report.result = CheckResult::Refused;
             }
         }
     }
+    report.handler(config).await?;
     report.daemon(config, view.as_ref().map_or(0, |view| view.num_waiting)).await?;
     report.database(config, view.map(|view| Bind::of(&config.consumer, &view))).await?;
     match store::paused(&config.database) {
@@ -108,6 +112,21 @@ impl<W: Write> CheckReport<'_, W> {
             }
         }
         Ok(Some(found.view()))
+    }
+
+    /// The handler file, checked with the schema of the database.
+    async fn handler(&mut self, config: &Config) -> io::Result<()> {
+        let Some(file) = &config.handler.file else { return Ok(()) };
+        match handler::load(config, file, Some(&config.database)).await {
+            Ok(routes) => self.good("handler", &routes.summary()),
+            Err(error @ HandlerError::Load(LoadError::Problems(_))) => {
+                error.to_string().lines().try_for_each(|problem| self.bad("handler", problem))?;
+                self.result = CheckResult::Refused;
+                Ok(())
+            }
+            // The database has its own line.
+            Err(error) => self.bad("handler", &format!("not checked: {}", chain(&error))),
+        }
     }
 
     /// A daemon that runs knows more than a look from outside.

@@ -1,5 +1,6 @@
 //! Flags → settings → logging → command → exit code.
 
+use std::any::TypeId;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,6 +10,7 @@ use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
 use crate::config::{Config, Loaded, LogFormat};
 use crate::handler::Handler;
+use crate::handler::orders::Orders;
 use crate::model::text::{chain, printable};
 use crate::ops::adopt::AdoptArgs;
 use crate::ops::audit::AuditArgs;
@@ -17,6 +19,7 @@ use crate::ops::completions::CompletionsArgs;
 use crate::ops::dead_letters::DeadLettersCommand;
 use crate::ops::exit::{CommandError, Exit, OutputError};
 use crate::ops::find::FindArgs;
+use crate::ops::handler::HandlerCommand;
 use crate::ops::pause::PauseArgs;
 use crate::ops::publish::PublishArgs;
 use crate::ops::reference::ReferenceArgs;
@@ -24,8 +27,8 @@ use crate::ops::setup::SetupArgs;
 use crate::ops::status::StatusArgs;
 use crate::ops::teardown::TeardownArgs;
 use crate::ops::{
-    Format, adopt, audit, backup, check, completions, config, dead_letters, find, healthcheck, json_flag, man, pause,
-    publish, reference, run, setup, status, teardown,
+    Format, adopt, audit, backup, check, completions, config, dead_letters, find, handler, healthcheck, json_flag, man,
+    pause, publish, reference, run, setup, status, teardown,
 };
 use crate::telemetry::log;
 use crate::worker::worker::Until;
@@ -53,7 +56,8 @@ enum Chosen {
 enum Command {
     /// Process orders until SIGTERM
     Run(RunArgs),
-    /// Check settings, connection, consumer and database; exit 1 if a check fails, 2 if the server rejects the credentials
+    /// Check settings, connection, consumer and database; exit 1 if a check fails, 2 if the server rejects the credentials or the
+    /// handler file is wrong
     Check,
     /// Print the effective settings and their sources
     Config(ConfigArgs),
@@ -78,6 +82,9 @@ enum Command {
     /// List, show, replay, discard or export dead letters
     #[command(subcommand, subcommand_value_name = "COMMAND")]
     DeadLetters(DeadLettersCommand),
+    /// Check a handler file
+    #[command(subcommand, subcommand_value_name = "COMMAND")]
+    Handler(HandlerCommand),
     /// Copy the database and check the copy; the daemon may run
     Backup(BackupArgs),
     /// Make the daemon finish its held deliveries and close the database, until `resume`
@@ -115,8 +122,29 @@ struct ConfigArgs {
     format: Format,
 }
 
+impl Command {
+    /// Whether the command runs the handler, or asks it what an order would do.
+    fn needs_handler(&self) -> bool {
+        match self {
+            Self::Run(_) | Self::Audit(_) | Self::DeadLetters(_) | Self::Find(_) => true,
+            Self::Check
+            | Self::Config(_)
+            | Self::Setup(_)
+            | Self::Teardown(_)
+            | Self::Publish(_)
+            | Self::Status(_)
+            | Self::Adopt(_)
+            | Self::Handler(_)
+            | Self::Backup(_)
+            | Self::Pause(_)
+            | Self::Resume
+            | Self::Healthcheck => false,
+        }
+    }
+}
+
 /// The whole program around a handler. Your own daemon is a `main` that calls this with your [`Handler`].
-pub fn main(handler: impl Handler) -> ExitCode {
+pub fn main<H: Handler>(handler: H) -> ExitCode {
     // Exits by itself, with 2 for wrong flags.
     let Cli { config, command } = Cli::parse();
     let command = match command {
@@ -142,7 +170,17 @@ pub fn main(handler: impl Handler) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(Exit::Failed, &format!("cannot start the runtime: {error}")).into(),
     };
-    let exit = runtime.block_on(dispatch(command, config, loaded, handler, reload));
+    let is_built_in = TypeId::of::<H>() == TypeId::of::<Orders>();
+    let exit = runtime.block_on(async {
+        let mut handler: Arc<dyn Handler> = Arc::new(handler);
+        if command.needs_handler() {
+            handler = match handler::chosen(&loaded.config, handler, is_built_in).await {
+                Ok(handler) => handler,
+                Err(error) => return fail(error.exit(), &chain(&error)),
+            };
+        }
+        dispatch(command, config, loaded, handler, reload).await
+    });
     // A batch that outlasted the drain's deadline is not waited for: nothing of it is durable or acknowledged.
     runtime.shutdown_background();
     exit.into()
@@ -162,7 +200,7 @@ async fn dispatch(
     command: Command,
     file: Option<PathBuf>,
     loaded: Loaded,
-    handler: impl Handler,
+    handler: Arc<dyn Handler>,
     reload: log::Reload,
 ) -> Exit {
     let mut out = io::stdout();
@@ -170,7 +208,7 @@ async fn dispatch(
     match command {
         Command::Run(args) => {
             let until = if args.until_idle { Until::Idle } else { Until::Stopped };
-            let ended = run::run(settings, file, Arc::new(handler), reload, until).await;
+            let ended = run::run(settings, file, handler, reload, until).await;
             ended.map_or_else(
                 |error| {
                     // The reason is a line of the log like any other.
@@ -196,10 +234,11 @@ async fn dispatch(
             }
             ended(status::run(&settings, args, &mut out).await.map_err(OutputError::from))
         }
-        Command::Find(args) => ended(find::run(&settings, args, &handler, &mut out).await),
+        Command::Find(args) => ended(find::run(&settings, args, handler.as_ref(), &mut out).await),
         Command::Adopt(args) => ended(adopt::run(&settings, args, &mut out).await),
-        Command::Audit(args) => ended(audit::run(settings, Arc::new(handler), args, &mut out).await),
-        Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, &handler, &mut out).await),
+        Command::Audit(args) => ended(audit::run(settings, handler, args, &mut out).await),
+        Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, handler.as_ref(), &mut out).await),
+        Command::Handler(command) => ended(handler::run(&settings, command, &mut out).await),
         Command::Backup(args) => ended(backup::run(&settings, args, &mut out).await),
         Command::Pause(args) => ended(pause::pause(&settings, args, &mut out).await),
         Command::Resume => ended(pause::resume(&settings, &mut out)),

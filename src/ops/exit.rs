@@ -4,12 +4,14 @@ use std::error::Error;
 use std::io;
 use std::process::ExitCode;
 
+use crate::handler::routes::LoadError;
 use crate::ops::adopt::AdoptError;
 use crate::ops::audit::AuditError;
 use crate::ops::backup::BackupError;
 use crate::ops::check::CheckResult;
 use crate::ops::dead_letters::DeadLettersError;
 use crate::ops::find::FindError;
+use crate::ops::handler::HandlerError;
 use crate::ops::healthcheck::HealthcheckError;
 use crate::ops::pause::PauseError;
 use crate::ops::publish::PublishError;
@@ -68,7 +70,7 @@ impl From<CheckResult> for Exit {
         match result {
             CheckResult::Good => Self::Done,
             CheckResult::Failed => Self::Failed,
-            CheckResult::LockedOut => Self::Operator,
+            CheckResult::Refused => Self::Operator,
         }
     }
 }
@@ -106,6 +108,17 @@ fn unwritten(error: &io::Error) -> Exit {
     if error.kind() == io::ErrorKind::BrokenPipe { Exit::Done } else { Exit::Failed }
 }
 
+impl CommandError for HandlerError {
+    fn exit(&self) -> Exit {
+        match self {
+            Self::Load(LoadError::Problems(_)) | Self::OwnHandler | Self::NoFile => Exit::Operator,
+            Self::Output(error) => unwritten(error),
+            Self::Load(LoadError::Database(_)) => Exit::Failed,
+            Self::Open(error) => error.exit(),
+        }
+    }
+}
+
 impl CommandError for RunError {
     fn exit(&self) -> Exit {
         match self {
@@ -120,7 +133,7 @@ impl CommandError for RunError {
 impl CommandError for ShiftError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Paused(_) => Exit::Operator,
+            Self::Paused(_) | Self::Handler(_) => Exit::Operator,
             Self::Open(error) => error.exit(),
             Self::Worker(WorkerError::Refused(_) | WorkerError::Unbound(_) | WorkerError::Corrupt(_)) => Exit::Operator,
             Self::Worker(WorkerError::Deadline(_) | WorkerError::Panicked(_) | WorkerError::Close(_)) => Exit::Failed,

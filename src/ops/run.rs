@@ -60,6 +60,10 @@ pub async fn run(
         // Another daemon on this database has the port. Another port would not help.
         Err(taken) => return Err(in_use(&config.database)?.map_or(RunError::Listen(taken), RunError::Open)),
     };
+    if let Some((file, digest)) = handler.file() {
+        tracing::info!(file = %file.display(), digest, "orders are processed by the handler file");
+        telemetry.health.set_handler_file(&file.display().to_string(), digest);
+    }
     tracing::info!(version = env!("CARGO_PKG_VERSION"), http = %config.http.listen, "starting");
 
     let ending = CancellationToken::new();

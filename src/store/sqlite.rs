@@ -39,6 +39,7 @@ pub mod pause;
 mod prune;
 mod reader;
 mod schemes;
+pub mod scratch;
 mod sql;
 mod tx;
 
@@ -158,13 +159,7 @@ impl Store {
 
     async fn migrate(&mut self) -> Result<(), Error> {
         let Some(connection) = &mut self.connection else { return Ok(()) };
-        MIGRATIONS.run(&mut *connection).await.map_err(|error| {
-            const DOING: &str = "migrating the database";
-            match error {
-                MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => failed(DOING, source),
-                other => Error::new(DOING, ErrorClass::Other, other),
-            }
-        })?;
+        run_migrations(connection).await?;
         self.any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
             .fetch_one(connection)
             .await
@@ -286,6 +281,10 @@ impl Store {
         }
     }
 
+    pub fn idle_connection(&mut self) -> Option<&mut SqliteConnection> {
+        self.connection.as_mut()
+    }
+
     pub fn seal_after(&mut self, rows: usize) {
         self.ids.seal_after(rows);
     }
@@ -357,6 +356,14 @@ async fn checkpoint(connection: &mut SqliteConnection, doing: &'static str) -> R
         return Err(Error::new(doing, ErrorClass::Busy, "another program has a transaction open on the database"));
     }
     Ok(())
+}
+
+async fn run_migrations(connection: &mut SqliteConnection) -> Result<(), Error> {
+    const DOING: &str = "migrating the database";
+    MIGRATIONS.run(connection).await.map_err(|error| match error {
+        MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => failed(DOING, source),
+        other => Error::new(DOING, ErrorClass::Other, other),
+    })
 }
 
 /// A file that cannot be read counts as empty.

@@ -128,6 +128,11 @@ impl Health {
         self.update(|facts| facts.commit(commit));
     }
 
+    /// The handler file that the daemon has read, and the start of its hash.
+    pub fn set_handler_file(&self, file: &str, digest: &str) {
+        self.update(|facts| facts.handler_file = Some((file.to_owned(), digest.to_owned())));
+    }
+
     /// The rows of the database, counted. Later commits are added, until it is counted again.
     pub fn set_counts(&self, counts: Counts) {
         self.update(|facts| facts.counts = Some(counts));
@@ -171,6 +176,8 @@ impl Health {
             last_commit_at: facts.last_commit_at,
             last_batch_messages: facts.last_commit.messages,
             last_batch_seconds: facts.last_commit.took,
+            handler_file: facts.handler_file.as_ref().map(|(file, _)| file.clone()),
+            handler_digest: facts.handler_file.as_ref().map(|(_, digest)| digest.clone()),
             processed_ids: facts.counts.map(|counts| counts.processed_ids),
             dead_letters: facts.counts.map(|counts| counts.dead_letters),
             other_pulls: facts.other_pulls,
@@ -284,6 +291,7 @@ struct Facts {
     committed_messages: u64,
     last_commit_at: Option<SystemTime>,
     counts: Option<Counts>,
+    handler_file: Option<(String, String)>,
     stall: StallClock,
     elsewhere: StallClock,
     elsewhere_patience: Duration,
@@ -312,6 +320,7 @@ impl Facts {
             committed_messages: 0,
             last_commit_at: None,
             counts: None,
+            handler_file: None,
             stall: StallClock::starting(now),
             elsewhere: StallClock::starting(now),
             elsewhere_patience: STALL,

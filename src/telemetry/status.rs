@@ -81,6 +81,9 @@ pub struct Status {
     pub last_batch_seconds: Duration,
     pub processed_ids: Option<u64>,
     pub dead_letters: Option<u64>,
+    /// The handler file that the daemon read at its start, and the start of its BLAKE3 hash.
+    pub handler_file: Option<String>,
+    pub handler_digest: Option<String>,
     /// Pulls on the consumer that belong to other clients.
     pub other_pulls: u64,
     /// Not read back: who reads the status asks the server.

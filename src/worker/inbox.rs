@@ -73,6 +73,9 @@ impl Inbox {
         let outcomes = self.run(batch, draining).await;
         if let Err(error) = &outcomes {
             self.store.roll_back_after(error).await;
+        } else if self.away.is_some() {
+            // The operator needs the lock, for example to create the table that the handler misses.
+            self.store.roll_back().await;
         }
         outcomes
     }

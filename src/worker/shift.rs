@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, Database};
-use crate::handler::Handler;
+use crate::handler::{Failure, Handler};
 use crate::jetstream::consumer::{Capacity, Consumer, Event};
 use crate::model::text::chain;
 use crate::store::{self, Counts, OpenError, Pause, Store};
@@ -29,6 +29,9 @@ pub enum ShiftError {
     Open(#[from] OpenError),
     #[error(transparent)]
     Worker(#[from] WorkerError),
+    /// The operator has to correct what the handler needs.
+    #[error("{0}")]
+    Handler(String),
     #[error("paused {0}; nothing is processed until `order-processor resume`")]
     Paused(Pause),
 }
@@ -52,7 +55,7 @@ pub async fn work(
         let (store, counts) = tokio::select! {
             () = stop.cancelled() => break,
             () = store::pause_begins(database) => continue,
-            opened = open(&config, &telemetry, opened_before) => opened?,
+            opened = open(&config, handler.as_ref(), &telemetry, opened_before) => opened?,
         };
         opened_before = true;
         // A pause that began before we had the lock was told that nobody has the file.
@@ -152,19 +155,25 @@ async fn sit_out_pause(
 }
 
 /// Opens the database. What may pass, a lock or a full disk, is waited for, not ready and saying why.
-async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Result<(Store, Counts), OpenError> {
+async fn open(
+    config: &Config,
+    handler: &dyn Handler,
+    telemetry: &Telemetry,
+    opened_before: bool,
+) -> Result<(Store, Counts), ShiftError> {
     let database = &config.database;
     let mut reminder = Reminder::default();
     loop {
         let opened = async {
             let mut store =
                 if opened_before { Store::open_again(database).await? } else { Store::open(database).await? };
+            prepare(handler, &mut store, database).await?;
             let counts = store.counts().await;
             let counts = counts.map_err(|source| OpenError::database(database, source))?;
             Ok((store, counts))
         };
         match opened.await {
-            Err(OpenError::Database { source, .. }) if source.may_pass() => {
+            Err(ShiftError::Open(OpenError::Database { source, .. })) if source.may_pass() => {
                 let cause = chain(&source);
                 if reminder.is_due(&cause) {
                     tracing::error!(%cause, "the database cannot be opened, trying again");
@@ -175,7 +184,7 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
             }
             // A repair will be done some time, and so will be whoever took a database that was ours until a pause. A second
             // daemon would not: that is for the operator.
-            Err(OpenError::Held { holder, .. }) if opened_before || holder.is_repair => {
+            Err(ShiftError::Open(OpenError::Held { holder, .. })) if opened_before || holder.is_repair => {
                 let cause = format!("in use by {holder}");
                 if reminder.is_due(&cause) {
                     tracing::warn!(%cause, "the database cannot be opened, trying again");
@@ -184,5 +193,14 @@ async fn open(config: &Config, telemetry: &Telemetry, opened_before: bool) -> Re
             }
             ended => return ended,
         }
+    }
+}
+
+async fn prepare(handler: &dyn Handler, store: &mut Store, database: &Database) -> Result<(), ShiftError> {
+    let Some(connection) = store.idle_connection() else { return Ok(()) };
+    match handler.prepare(connection).await {
+        Ok(()) => Ok(()),
+        Err(Failure::Store(source)) => Err(OpenError::database(database, source).into()),
+        Err(failure) => Err(ShiftError::Handler(chain(&failure))),
     }
 }

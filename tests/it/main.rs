@@ -42,6 +42,7 @@ mod self_audit;
 mod settings;
 mod setup;
 mod signals;
+mod sql;
 mod startup;
 mod stopping;
 mod store;

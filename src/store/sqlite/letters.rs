@@ -7,7 +7,8 @@ use sqlx::{AssertSqlSafe, Row};
 
 use super::reader::Reader;
 use super::sql::{bind, failed, to_i64};
-use super::tx::{Tx, headers_json};
+use super::tx::Tx;
+use crate::model::delivery::headers_json;
 use crate::model::id::Digest;
 use crate::model::label::Label;
 use crate::model::letter::{Closed, Closing, Envelope, Letter, Pile, Which};

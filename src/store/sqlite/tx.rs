@@ -1,14 +1,12 @@
 //! One transaction: claim ids, count attempts, write dead letters, commit. [`crate::store::Tx`] says what each function does.
 
-use std::collections::HashMap;
-
 use sqlx::sqlite::{SqliteArguments, SqliteQueryResult, SqliteRow};
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
 use super::ids::{Fresh, Ids, Key};
 use super::sql::{bind, failed, to_i64};
 use super::{LOOKING_UP, begin};
-use crate::model::delivery::{Delivery, Headers};
+use crate::model::delivery::{Delivery, headers_json};
 use crate::model::label::Label;
 use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::store::sql::{chunks, values};
@@ -289,13 +287,4 @@ pub(super) async fn known(
         }
     }
     Ok((claims, keys))
-}
-
-/// A JSON object: name -> array of values.
-pub(super) fn headers_json(headers: &Headers) -> String {
-    let mut values: HashMap<&str, Vec<&str>> = HashMap::new();
-    for (name, value) in headers {
-        values.entry(name).or_default().push(value);
-    }
-    serde_json::json!(values).to_string()
 }
