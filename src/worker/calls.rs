@@ -35,7 +35,7 @@ pub struct LookedUp {
 pub type LookUp = Result<Vec<(Delivery, LookedUp)>, (Vec<Delivery>, Error)>;
 
 /// What a call brought for its order.
-pub type Outcome = Result<Answer, Failure>;
+pub type CallOutcome = Result<Answer, Failure>;
 
 /// The orders in the stage.
 pub struct Calls {
@@ -45,7 +45,7 @@ pub struct Calls {
     to_look_up: Vec<Delivery>,
     /// The ids of orders that were looked up and have no durable outcome yet, and other messages with these ids.
     busy: HashMap<Arc<str>, Vec<Delivery>>,
-    running: JoinSet<Ended>,
+    running: JoinSet<EndedCall>,
     /// Everything in the stage.
     size: Size,
     /// The service whose turn it is to begin.
@@ -79,12 +79,12 @@ pub struct Size {
 }
 
 /// A call that has ended.
-pub struct Ended {
+pub struct EndedCall {
     service: usize,
     delivery: Delivery,
     begun: Begun,
     took: Duration,
-    outcome: Outcome,
+    outcome: CallOutcome,
 }
 
 impl Size {
@@ -211,14 +211,14 @@ impl Calls {
                 let handler = self.handler.clone();
                 self.running.spawn(async move {
                     let outcome = caught(handler.call(&delivery)).await;
-                    Ended { service, delivery, begun, took: now.elapsed(), outcome }
+                    EndedCall { service, delivery, begun, took: now.elapsed(), outcome }
                 });
             }
         }
     }
 
     /// Waits for calls that have ended; `None` if none runs.
-    pub async fn ended(&mut self) -> Option<Result<Vec<Ended>, JoinError>> {
+    pub async fn ended(&mut self) -> Option<Result<Vec<EndedCall>, JoinError>> {
         let first = self.running.join_next().await?;
         let mut ended = vec![];
         let mut next = Some(first);
@@ -233,10 +233,10 @@ impl Calls {
     }
 
     /// Decides what the calls mean. Returns the orders with an answer, or with a failure that is theirs.
-    pub fn judge(&mut self, ended: Vec<Ended>) -> Vec<(Delivery, Outcome)> {
+    pub fn judge(&mut self, ended: Vec<EndedCall>) -> Vec<(Delivery, CallOutcome)> {
         let now = Instant::now();
         let mut decided = Vec::with_capacity(ended.len());
-        for Ended { service, delivery, begun, took, outcome } in ended {
+        for EndedCall { service, delivery, begun, took, outcome } in ended {
             let queue = &mut self.services[service];
             queue.running -= 1;
             let watched = &mut self.hosts[queue.host];

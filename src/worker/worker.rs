@@ -68,7 +68,7 @@ pub struct Worker {
     schemes: IdSchemes,
     calls: Calls,
     /// What calls brought since the last batch began.
-    answers: Vec<(Delivery, calls::Outcome)>,
+    answers: Vec<(Delivery, calls::CallOutcome)>,
     waiting: Waiting,
     held: Held,
     parked: Parked,

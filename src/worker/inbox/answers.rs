@@ -6,13 +6,13 @@ use std::sync::Arc;
 use crate::handler::{Failure, Order};
 use crate::model::delivery::Delivery;
 use crate::model::id::Digest;
-use crate::worker::calls::Outcome;
+use crate::worker::calls::CallOutcome;
 
 #[derive(Default)]
-pub(super) struct Answers(HashMap<(Arc<str>, Digest), Outcome>);
+pub(super) struct Answers(HashMap<(Arc<str>, Digest), CallOutcome>);
 
 impl Answers {
-    pub(super) fn add(&mut self, delivery: &Delivery, outcome: Outcome) {
+    pub(super) fn add(&mut self, delivery: &Delivery, outcome: CallOutcome) {
         self.0.insert(key(delivery), outcome);
     }
 
@@ -26,7 +26,7 @@ impl Answers {
         self.get(delivery).and_then(|outcome| outcome.as_ref().err())
     }
 
-    fn get(&self, delivery: &Delivery) -> Option<&Outcome> {
+    fn get(&self, delivery: &Delivery) -> Option<&CallOutcome> {
         // Nearly every handler makes no calls, and then there is nothing to look up.
         if self.0.is_empty() { None } else { self.0.get(&key(delivery)) }
     }

@@ -4,11 +4,11 @@ use super::single::{Run, failed};
 use super::{Inbox, Outcomes, now_ns};
 use crate::model::delivery::Delivery;
 use crate::store::{Claim, Error};
-use crate::worker::calls::{LookUp, LookedUp, Outcome};
+use crate::worker::calls::{CallOutcome, LookUp, LookedUp};
 
 impl Inbox {
     /// Takes what a call brought, until its order has an outcome.
-    pub fn called(&mut self, delivery: &Delivery, outcome: Outcome) {
+    pub fn called(&mut self, delivery: &Delivery, outcome: CallOutcome) {
         self.answers.add(delivery, outcome);
     }
 

@@ -5,7 +5,7 @@ use tokio::time::Instant;
 
 use super::{Worker, WorkerError};
 use crate::model::delivery::Delivery;
-use crate::worker::calls::{Ended, LookUp};
+use crate::worker::calls::{EndedCall, LookUp};
 use crate::worker::inbox::Inbox;
 use crate::worker::writer::{Done, Work, Writer};
 
@@ -48,7 +48,7 @@ impl Worker {
     }
 
     /// Passes the orders whose calls have ended to the next batch. Those of hosts that are away stay in the stage.
-    pub(super) fn called(&mut self, ended: Result<Vec<Ended>, JoinError>) -> Result<(), WorkerError> {
+    pub(super) fn called(&mut self, ended: Result<Vec<EndedCall>, JoinError>) -> Result<(), WorkerError> {
         let ended = ended.map_err(WorkerError::Panicked)?;
         for (delivery, outcome) in self.calls.judge(ended) {
             self.answers.push((delivery.clone(), outcome));
