@@ -170,7 +170,7 @@ async fn who_replayed_or_discarded_a_letter_is_in_the_verdict() {
     broker.publish("two").await;
     strict.run_ok(&["run", "--until-idle"]).await;
     let ids = strict.db().texts("SELECT id FROM dead_letters ORDER BY stream_seq").await;
-    strict.run_ok(&["dead-letters", "replay", &ids[0]]).await;
+    strict.run_ok(&["dead-letters", "replay", "--as-new", &ids[0]]).await;
     strict.run_ok(&["dead-letters", "discard", "--yes", &ids[1]]).await;
     let by = strict.db().texts("SELECT closed_by FROM closed_letters").await.remove(0);
     let answer = found(&strict, &[&ids[0]], "replayed", APPLIED).await;
