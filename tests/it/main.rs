@@ -28,6 +28,7 @@ mod http;
 mod ids;
 mod ignored;
 mod inputs;
+mod keys;
 mod message_ids;
 mod model;
 mod network;
