@@ -14,6 +14,8 @@ use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{self, PullConsumer};
 use async_nats::jetstream::stream;
 use futures_util::StreamExt;
+use order_processor::config::Database;
+use order_processor::store::Reader;
 use sqlx::Connection;
 use support::nats::{CONSUMER, STREAM, consumer_config, stream_config};
 use support::{Broker, Daemon, DaemonSpec, NatsServer, eventually};
@@ -251,6 +253,12 @@ async fn many_ids(plan: &Plan, report: &mut Report) {
         "",
     );
     report.row(&format!("resident when ready, {} ids", plan.ids), &mebibytes(resident_peak(&daemon)), "");
+    let newest = spec.db().texts("SELECT id FROM processed_ids ORDER BY row DESC LIMIT 1").await.remove(0);
+    let oldest = spec.db().texts("SELECT id FROM processed_ids ORDER BY row LIMIT 1").await.remove(0);
+    for (what, id) in [("the newest", &*newest), ("the oldest", &oldest), ("one that is not there", "no such id")] {
+        let took_ms = find_ms(&spec, id).await;
+        report.row(&format!("find {what} of {} ids", plan.ids), &format!("{took_ms:.1} ms"), "");
+    }
     daemon.drain().await;
     publish(&broker, 1..=plan.orders, Ids::Random).await;
     let (old, bytes) = with_database(&broker, &spec, plan.orders).await;
@@ -272,6 +280,17 @@ async fn many_ids(plan: &Plan, report: &mut Report) {
     let pruned = daemon.metrics().await.get("ids_pruned_total").unwrap();
     report.row("ids pruned meanwhile", &format!("{pruned}"), "");
     daemon.drain().await;
+}
+
+/// How long the database takes for the command `find`, the opening included: the median of a few.
+async fn find_ms(spec: &DaemonSpec, id: &str) -> f64 {
+    let mut took = Vec::new();
+    for _ in 0..5 {
+        let began = Instant::now();
+        Reader::open(&Database::Sqlite(spec.database())).await.unwrap().find(id).await.unwrap();
+        took.push(began.elapsed().as_secs_f64() * 1e3);
+    }
+    median(&mut took)
 }
 
 /// Puts random ids of processed messages into the database of a daemon that is not running.

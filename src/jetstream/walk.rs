@@ -349,7 +349,7 @@ impl Walk {
             return Err(WalkError::Lost { waited: self.patience, cause: trouble.cause });
         }
         if failures > 0 && self.reminder.is_due(&trouble.cause) {
-            tracing::warn!(cause = %trouble.cause, next = self.next, "cannot read the stream; the audit tries again");
+            tracing::warn!(cause = %trouble.cause, next = self.next, "cannot read the stream; trying again");
         }
         self.trouble = Some((since, failures + 1));
         sleep((RETRY_DELAY_MIN * (1 << failures.min(5))).min(RETRY_DELAY_MAX)).await;

@@ -168,7 +168,7 @@ async fn audit(
 }
 
 /// Some messages that the client cannot parse end it with a panic. The walk notices that and reads these messages raw.
-fn keep_quiet_about_the_client() {
+pub(super) fn keep_quiet_about_the_client() {
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if panic.location().is_some_and(|at| at.file().contains("async-nats")) {

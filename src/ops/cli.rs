@@ -173,13 +173,16 @@ pub fn main<H: Handler>(handler: H) -> ExitCode {
     let is_built_in = TypeId::of::<H>() == TypeId::of::<Orders>();
     let exit = runtime.block_on(async {
         let mut handler: Arc<dyn Handler> = Arc::new(handler);
+        let mut handler_problem = None;
         if command.needs_handler() {
-            handler = match handler::chosen(&loaded.config, handler, is_built_in).await {
-                Ok(handler) => handler,
+            match handler::chosen(&loaded.config, handler.clone(), is_built_in).await {
+                Ok(chosen) => handler = chosen,
+                // This error may be why somebody looks for an order.
+                Err(error) if matches!(command, Command::Find(_)) => handler_problem = Some(chain(&error)),
                 Err(error) => return fail(error.exit(), &chain(&error)),
-            };
+            }
         }
-        dispatch(command, config, loaded, handler, reload).await
+        dispatch(command, config, loaded, (handler, handler_problem), reload).await
     });
     // A batch that outlasted the drain's deadline is not waited for: nothing of it is durable or acknowledged.
     runtime.shutdown_background();
@@ -200,7 +203,7 @@ async fn dispatch(
     command: Command,
     file: Option<PathBuf>,
     loaded: Loaded,
-    handler: Arc<dyn Handler>,
+    (handler, handler_problem): (Arc<dyn Handler>, Option<String>),
     reload: log::Reload,
 ) -> Exit {
     let mut out = io::stdout();
@@ -234,7 +237,10 @@ async fn dispatch(
             }
             ended(status::run(&settings, args, &mut out).await.map_err(OutputError::from))
         }
-        Command::Find(args) => ended(find::run(&settings, args, handler.as_ref(), &mut out).await),
+        Command::Find(args) => {
+            let handler = handler_problem.map_or(Ok(handler.as_ref()), Err);
+            ended(find::run(&settings, args, handler, &mut out).await)
+        }
         Command::Adopt(args) => ended(adopt::run(&settings, args, &mut out).await),
         Command::Audit(args) => ended(audit::run(settings, handler, args, &mut out).await),
         Command::DeadLetters(command) => ended(dead_letters::run(&settings, command, handler.as_ref(), &mut out).await),

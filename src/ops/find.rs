@@ -28,8 +28,8 @@ use server::{ScanResult, ServerSource};
 
 /// Below the options in `--help`.
 pub const AFTER_HELP: &str = "\
-ID is the message id: the header Nats-Msg-Id; \"ORDERS.new 4711\", in quotes, if inbox.id_pointer found 4711 in the payload; or the \
-place of the message, ORDERS@PUBLISHED:SEQ. An id that begins with a dash needs -- before it.
+ID is the message id: the header Nats-Msg-Id; the value at inbox.id_pointer behind its scope, by default the subject: \
+\"ORDERS.new 4711\", in quotes; or the place of the message, ORDERS@PUBLISHED:SEQ. An id that begins with a dash needs -- before it.
 
 An id that is in no table may wait in the stream. The server cannot look for an id, so find reads the messages above the ack floor, \
 10000 at most and for 3 seconds at most. --scan reads the whole stream.
@@ -65,11 +65,11 @@ pub enum FindError {
     Output(#[from] io::Error),
 }
 
-/// Prints the answer, and returns whether the order was applied; `None` if that is not known.
+/// Prints the answer, and returns whether the order was applied; `None` if that is not known. `handler`: or why there is none.
 pub async fn run(
     config: &Config,
     args: FindArgs,
-    handler: &dyn Handler,
+    handler: Result<&dyn Handler, String>,
     out: &mut impl Write,
 ) -> Result<Option<bool>, FindError> {
     let facts = learn(config, &args, handler).await.map_err(|error| match error {
@@ -106,8 +106,15 @@ impl From<store::Error> for LearnError {
 }
 
 /// Asks all sources.
-async fn learn(config: &Config, args: &FindArgs, handler: &dyn Handler) -> Result<OrderFacts, LearnError> {
+async fn learn(
+    config: &Config,
+    args: &FindArgs,
+    handler: Result<&dyn Handler, String>,
+) -> Result<OrderFacts, LearnError> {
     let mut facts = OrderFacts::of(config, args.id.clone(), args.seq);
+    let handler = handler.map_err(|problem| {
+        facts.not_asked.push(format!("the handler, so that an order that it ignores counts as applied: {problem}"));
+    });
     let mut server = if args.no_server {
         facts.not_asked.push("the server: --no-server".to_owned());
         None
@@ -118,7 +125,9 @@ async fn learn(config: &Config, args: &FindArgs, handler: &dyn Handler) -> Resul
     let settings = message_ids::wanted(config);
     let schemes = reader.id_schemes(&settings).await?.unwrap_or_else(|| IdSchemes::unchanged(&settings));
     let place = args.id.as_deref().and_then(|id| place(id, &schemes.first.stream));
-    let mut search = Search { reader, config, schemes, handler };
+    facts.notes.extend(message_ids::difference(&schemes, &settings));
+    facts.scheme = schemes.newest().clone();
+    let mut search = Search { reader, config, schemes, handler: handler.ok() };
     let seq = args.seq.or(place.map(|(seq, _)| seq));
     if let (Some(seq), Some(server)) = (seq, &mut server) {
         let published_ns = place.map(|(_, published_ns)| published_ns);
@@ -169,12 +178,16 @@ struct Search<'a> {
     reader: Reader,
     config: &'a Config,
     schemes: IdSchemes,
-    handler: &'a dyn Handler,
+    handler: Option<&'a dyn Handler>,
 }
 
 impl Search<'_> {
     fn delivery(&self, raw: Raw) -> Delivery {
-        planned(self.handler, Delivery::new(raw, &self.schemes))
+        let delivery = Delivery::new(raw, &self.schemes);
+        match self.handler {
+            Some(handler) => planned(handler, delivery),
+            None => delivery,
+        }
     }
 
     /// The message with this sequence. With `published_ns`, only the message that was published then.

@@ -14,7 +14,7 @@ use order_processor::store::Tx;
 use serde_json::Value;
 
 use crate::support::in_process::{Bench, Clerk};
-use crate::support::nats::{consumer_config, headers, patient_consumer_config};
+use crate::support::nats::{consumer_config, headers, patient_consumer_config, publish_raw};
 use crate::support::{Broker, DaemonSpec, Finished, PATIENCE, at_least, eventually};
 
 const APPLIED: i32 = 0;
@@ -121,9 +121,17 @@ async fn an_id_of_the_pointer_is_found_with_its_subject_and_hinted_at_without_it
     let answer = found(&spec, &["--seq", "2"], "dead-letter", NOT_APPLIED).await;
     assert_eq!(answer["reason"], "undecodable");
 
-    // Other settings make other ids. What was applied is applied.
-    let renamed = spec.set("inbox.id_pointer", "/number");
-    found(&renamed, &["--seq", "1"], "applied", APPLIED).await;
+    // The record of the database makes the ids, whatever the settings are.
+    let other = spec.set("inbox.id_pointer", "/number");
+    let answer = found(&other, &["--seq", "1"], "applied", APPLIED).await;
+    assert_eq!((answer["id"].as_str(), answer["applied_id"].as_str()), (Some("ORDERS.new 4711"), None));
+    assert!(list(&answer, "notes").contains("in another way"), "{answer:#}");
+    // A former version made no record.
+    other.db().execute("DELETE FROM id_schemes").await;
+    let answer = found(&other, &["--seq", "1"], "applied", APPLIED).await;
+    assert_eq!(answer["summary"], "applied, under another id: ORDERS.new 4711");
+    assert_eq!(answer["applied_id"], "ORDERS.new 4711");
+    assert_eq!(events(&answer), ["published", "applied"]);
 }
 
 /// A conflict: `o-1` is applied as message 1 and a dead letter as message 2.
@@ -227,6 +235,7 @@ async fn an_order_that_was_not_decided_is_delivered_or_waits_behind_the_others()
     assert_eq!(answer["summary"], "not found: no table has the id");
     let answer = found(&spec, &["--seq", "41"], "not-found", NOT_KNOWN).await;
     assert_eq!(answer["summary"], "not found: the last message of the stream is 40");
+    assert_eq!(list(&answer, "next"), "");
 
     spec.run_ok(&["pause"]).await;
     let answer = found(&spec, &["o-40"], "waiting", NOT_APPLIED).await;
@@ -254,6 +263,15 @@ async fn what_the_floor_has_passed_unknown_is_missing_and_a_scan_finds_it() {
     assert_eq!(found(&spec, &["lost", "--scan"], "missing", NOT_APPLIED).await["stream_seq"], 2);
     let answer = found(&spec, &["nowhere", "--scan"], "not-found", NOT_KNOWN).await;
     assert_eq!(answer["summary"], "not found: no table and no message of the stream has the id");
+    // What no client can parse is in the way of neither.
+    publish_raw(&server, b"no colon", b"unreadable").await;
+    let behind = broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", "behind")]), b"behind".to_vec()).await;
+    for arguments in [&["behind"][..], &["behind", "--scan"]] {
+        let finished = spec.run(&[&["find", "--json"], arguments].concat()).await;
+        assert_eq!(finished.json()["verdict"], "waiting", "{finished:?}");
+        assert!(!finished.stderr.contains("panicked"), "{finished:?}");
+        assert_eq!(finished.json()["stream_seq"], behind.stream_seq);
+    }
     spec.run_ok(&["audit", "--repair"]).await;
     found(&spec, &["lost"], "applied", APPLIED).await;
 }
@@ -337,11 +355,30 @@ async fn an_order_that_its_handler_ignores_was_claimed_and_not_applied() {
     worker.drain().await;
     let mut out = Vec::new();
     let asked = <Asked as clap::Parser>::parse_from(["find", "--seq", "1"]);
-    let applied = find::run(&bench.spec.config(), asked.args, &Idle, &mut out).await.unwrap();
+    let applied = find::run(&bench.spec.config(), asked.args, Ok(&Idle), &mut out).await.unwrap();
     let answer = String::from_utf8(out).unwrap();
     assert_eq!(applied, Some(false), "{answer}");
     assert!(answer.starts_with("verdict       ignored: a route of the handler ignores it\n"), "{answer}");
     assert!(answer.contains("\nclaimed  ") && !answer.contains("\napplied  "), "{answer}");
+}
+
+#[tokio::test]
+async fn a_broken_handler_file_does_not_hide_an_order_and_a_scope_is_hinted_at() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.id_scope", "header:X-Tenant");
+    let tenant = headers(&[("Nats-Msg-Id", "4711"), ("X-Tenant", "acme")]);
+    broker.publish_to("ORDERS.new", tenant, b"order".to_vec()).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let answer = found(&spec, &["4711"], "not-found", NOT_KNOWN).await;
+    assert!(list(&answer, "next").contains("\"X-Tenant=VALUE:4711\""), "{answer:#}");
+    found(&spec, &["X-Tenant=acme:4711"], "applied", APPLIED).await;
+
+    let file = spec.folder().join("orders.toml");
+    std::fs::write(&file, "[[route]]\nsubject = ").unwrap();
+    let broken = spec.set("handler.file", file.as_os_str());
+    assert_eq!(broken.run(&["audit"]).await.code, Some(2), "it is broken");
+    let answer = found(&broken, &["--seq", "1"], "applied", APPLIED).await;
+    assert!(list(&answer, "not_asked").starts_with("the handler, so that"), "{answer:#}");
 }
 
 #[tokio::test]

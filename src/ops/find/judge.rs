@@ -3,11 +3,12 @@
 use super::server::ServerFacts;
 use crate::config::{Config, OnConflict};
 use crate::model::delivery::Delivery;
-use crate::model::id::Digest;
+use crate::model::id::{Digest, IdScheme};
 use crate::model::letter::{Closing, Envelope};
 use crate::model::plan::Plan;
 use crate::model::subject::SubjectPattern;
 use crate::store::{Claim, IdRecord};
+use crate::worker::message_ids;
 use crate::worker::missing::{self, VerdictRules};
 
 /// What became of an order.
@@ -144,7 +145,8 @@ pub struct OrderFacts {
     /// Sources that were not asked or did not answer, and why.
     pub not_asked: Vec<String>,
     pub max_attempts: u32,
-    pub has_pointer: bool,
+    /// How new messages get their ids.
+    pub scheme: IdScheme,
     on_conflict: OnConflict,
 }
 
@@ -168,7 +170,7 @@ impl OrderFacts {
             notes: Vec::new(),
             not_asked: Vec::new(),
             max_attempts: config.retry.max_attempts,
-            has_pointer: config.inbox.id_pointer.is_some(),
+            scheme: message_ids::wanted(config).scheme,
             on_conflict: config.inbox.on_conflict,
         }
     }

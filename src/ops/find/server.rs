@@ -14,6 +14,7 @@ use crate::model::delivery::{Delivery, Raw};
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::model::view::ConsumerView;
+use crate::ops::audit::keep_quiet_about_the_client;
 use crate::ops::progress::Progress;
 use crate::store::{Bind, Error, Reader};
 use crate::worker::audit::pass::{other_filter_through, settled};
@@ -122,6 +123,7 @@ impl ServerSource {
         if first > last {
             return Ok(ScanResult::Nothing { through_all: true });
         }
+        keep_quiet_about_the_client();
         let config = Arc::new(config.clone());
         let walk = Walk::new(config, &self.snapshot, first, last, SCAN_PATIENCE).await;
         let mut walk = walk.map_err(|error| chain(&error))?;

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::judge::{DaemonState, OrderFacts, OrderVerdict};
 use crate::model::delivery::Headers;
+use crate::model::id::{IdScheme, UniqueIn};
 use crate::model::letter::Envelope;
 use crate::model::plan::Plan;
 use crate::model::text::{self, printable, shortened};
@@ -137,7 +138,7 @@ fn summary(facts: &OrderFacts, verdict: &OrderVerdict) -> String {
 fn not_found(facts: &OrderFacts) -> String {
     let view = facts.server.as_ref().map(|server| &server.view);
     match (facts.seq, view) {
-        (Some(seq), Some(view)) if seq > view.stream_last_seq => {
+        (Some(_), Some(view)) if is_beyond_the_last(facts) => {
             format!("not found: the last message of the stream is {}", view.stream_last_seq)
         }
         (Some(_), _) if facts.is_gone => {
@@ -166,7 +167,7 @@ fn timeline(facts: &OrderFacts) -> Vec<TimelineEvent> {
     if let Some(row) = &facts.record.processed {
         let mut text = format!("message {}, digest {}", row.stream_seq, row.digest);
         if facts.digest.is_some_and(|digest| digest != row.digest) {
-            text += ": another order under this id";
+            text += ", another order under this id";
         }
         let is_ignored = facts.message.as_ref().is_some_and(|message| message.plan == Plan::Ignore);
         add(Some(row.processed_at_ns), if is_ignored { "claimed" } else { "applied" }, text);
@@ -197,13 +198,14 @@ fn timeline(facts: &OrderFacts) -> Vec<TimelineEvent> {
 }
 
 fn add_letter(facts: &OrderFacts, letter: &Envelope, add: &mut impl FnMut(Option<i64>, &'static str, String)) {
+    let is_other = facts.digest.is_some_and(|meant| meant != letter.digest);
+    let other = if is_other { ", another order under this id" } else { "" };
     let is_shown = facts.message.as_ref().is_some_and(|message| message.raw.position.stream_seq == letter.stream_seq);
     if !is_shown && letter.published_ns.is_some() {
         let (seq, subject, bytes) = (letter.stream_seq, &letter.subject, letter.payload_bytes);
-        add(letter.published_ns, "published", format!("message {seq}, subject {subject}, {bytes} bytes"));
+        add(letter.published_ns, "published", format!("message {seq}, subject {subject}, {bytes} bytes{other}"));
     }
     let Envelope { stream_seq, digest, reason, error, .. } = letter;
-    let other = if facts.digest.is_some_and(|meant| meant != *digest) { ", another order under this id" } else { "" };
     add(
         Some(letter.dead_at_ns),
         "dead letter",
@@ -287,20 +289,38 @@ fn next(facts: &OrderFacts, verdict: &OrderVerdict) -> Vec<String> {
 fn after_not_found(facts: &OrderFacts) -> Vec<String> {
     let mut next = Vec::new();
     let Some(id) = facts.id.as_deref().filter(|_| facts.seq.is_none()) else {
-        next.push("the order may have been applied: its id may be deleted (inbox.retention)".to_owned());
+        if facts.is_gone && !is_beyond_the_last(facts) {
+            next.push("the order may have been applied: its id may be deleted (inbox.retention)".to_owned());
+        }
         return next;
     };
-    if facts.has_pointer && !id.contains(' ') {
-        let subject = facts.stream.clone() + ".new";
-        next.push(format!(
-            "an id from inbox.id_pointer begins with the subject, for example \"{subject} {}\"",
-            printable(id)
-        ));
-    }
+    next.extend(
+        with_scope(&facts.scheme, &facts.stream, id).map(|example| {
+            format!("ids of this stream have a scope, for example {example}; `find` needs the whole id")
+        }),
+    );
     if facts.server.is_some() && !facts.was_scanned {
         next.push(format!("order-processor find --scan {}", command_id(Some(id))));
     }
     next
+}
+
+/// The ids that a publisher may have meant by `id`, if the scheme puts a scope before it; `None` if `id` may have one.
+fn with_scope(scheme: &IdScheme, stream: &str, id: &str) -> Option<String> {
+    let has_pointer = scheme.pointer.is_some() && !id.contains(' ');
+    match &scheme.unique_in {
+        UniqueIn::Subject if has_pointer => Some(format!("\"{stream}.new {id}\"")),
+        UniqueIn::Stream if has_pointer => Some(format!("\"{} {id}\"", scheme.stream)),
+        UniqueIn::Header(name) if !id.starts_with(&format!("{name}=")) => {
+            Some(format!("\"{name}=VALUE:{id}\" or \"{name}=VALUE {id}\""))
+        }
+        UniqueIn::Subject | UniqueIn::Stream | UniqueIn::Header(_) => None,
+    }
+}
+
+fn is_beyond_the_last(facts: &OrderFacts) -> bool {
+    let last = facts.server.as_ref().map(|server| server.view.stream_last_seq);
+    facts.seq.zip(last).is_some_and(|(seq, last)| seq > last)
 }
 
 /// An id as a shell takes it, or `ID` where that is not possible on a line that is safe to copy.
