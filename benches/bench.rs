@@ -69,6 +69,9 @@ async fn main() {
     if chosen("rates") {
         rates(&plan, &mut report).await;
     }
+    if chosen("handlers") {
+        handlers(&plan, &mut report).await;
+    }
     if chosen("memory") {
         memory(&plan, &mut report).await;
     }
@@ -105,6 +108,62 @@ async fn rates(plan: &Plan, report: &mut Report) {
     report.rate("no database: consume and acknowledge", ceiling, ceiling);
     report.rate("the daemon, new orders", median(&mut fresh), ceiling);
     report.rate("the daemon, every order a duplicate", median(&mut again), ceiling);
+}
+
+/// What the statements of a handler file cost over the built-in handler, in the same rounds.
+async fn handlers(plan: &Plan, report: &mut Report) {
+    const ONE: &str = "INSERT INTO sales VALUES (:id, :sku, :quantity, :stream_seq)";
+    const MORE: [&str; 2] = [
+        "INSERT INTO sold VALUES (:sku, :quantity) ON CONFLICT (sku) DO UPDATE SET quantity = quantity + excluded.quantity",
+        "INSERT INTO log VALUES (:id, :published_at)",
+    ];
+    const PLAIN: &str = "seq INTEGER NOT NULL";
+    const ONE_PERCENT: &str = "seq INTEGER NOT NULL CHECK (seq % 100 <> 7)";
+    let cases = [
+        ("built-in handler", None),
+        ("one statement an order", Some((vec![ONE], PLAIN))),
+        ("three statements an order", Some((vec![ONE, MORE[0], MORE[1]], PLAIN))),
+        ("one statement, 1 % dead letters", Some((vec![ONE], ONE_PERCENT))),
+    ];
+    let mut rates: Vec<Vec<f64>> = vec![Vec::new(); cases.len()];
+    for round in 1..=plan.rounds {
+        eprintln!("handlers, round {round} of {}", plan.rounds);
+        for ((_, case), rates) in cases.iter().zip(&mut rates) {
+            let (server, broker) = server_for_millions().await;
+            publish(&broker, 1..=plan.orders, Ids::Rising).await;
+            let spec = DaemonSpec::new(server.url());
+            let spec = match case {
+                Some((statements, seq)) => with_handler_file(spec, statements, seq),
+                None => spec,
+            };
+            rates.push(rate(plan.orders, with_database(&broker, &spec, plan.orders).await.0));
+        }
+    }
+    let mut rates: Vec<f64> = rates.iter_mut().map(|rates| median(rates)).collect();
+    let built_in = rates[0];
+    for ((what, _), rate) in cases.iter().zip(rates.drain(..)) {
+        report.rate(what, rate, built_in);
+    }
+}
+
+fn with_handler_file(spec: DaemonSpec, statements: &[&str], seq: &str) -> DaemonSpec {
+    let folder = spec.folder().join("migrations");
+    std::fs::create_dir(&folder).unwrap();
+    let tables = format!(
+        "CREATE TABLE sales (id TEXT NOT NULL, sku TEXT NOT NULL, quantity INTEGER NOT NULL, {seq}) STRICT; \
+         CREATE TABLE sold (sku TEXT PRIMARY KEY, quantity INTEGER NOT NULL) STRICT; \
+         CREATE TABLE log (id TEXT NOT NULL, at INTEGER NOT NULL) STRICT;"
+    );
+    std::fs::write(folder.join("0001_shop.sql"), tables).unwrap();
+    let mut file = "[sql]\nmigrations = \"migrations\"\n[[route]]\nsubject = \"ORDERS.*\"\n[route.params]\n\
+                    sku = { json = \"/sku\", type = \"text\" }\nquantity = { json = \"/quantity\", type = \"integer\" }\n"
+        .to_owned();
+    for statement in statements {
+        write!(file, "[[route.sql]]\nrun = \"{statement}\"\n").unwrap();
+    }
+    let path = spec.folder().join("handler.toml");
+    std::fs::write(&path, file).unwrap();
+    spec.set("handler.file", path)
 }
 
 fn wide() -> consumer::pull::Config {

@@ -7,6 +7,7 @@ pub mod params;
 pub mod route;
 pub mod routes;
 pub mod sql;
+pub mod trial;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -50,12 +51,6 @@ pub trait Handler: Send + Sync + 'static {
     /// must not panic. The default calls if the handler makes calls.
     fn plan(&self, _delivery: &Delivery) -> Plan {
         if self.concurrency() > 0 { Plan::Call } else { Plan::Apply }
-    }
-
-    /// Orders of one key run strictly one after the other, in stream order. From the message alone, as [`plan`](Handler::plan); asked
-    /// only for orders that are to be applied. The default has no key, and promises no order between messages.
-    fn key(&self, _delivery: &Delivery) -> Option<Arc<str>> {
-        None
     }
 
     /// The file that the handler was made from, and the start of its hash, for the log and `/status`.
@@ -104,19 +99,14 @@ pub fn planned(handler: &dyn Handler, mut delivery: Delivery) -> Delivery {
         return delivery;
     }
     // A plan depends on the message alone: it would panic again.
-    let asked = catch_unwind(AssertUnwindSafe(|| match handler.plan(&delivery) {
-        plan @ (Plan::Apply | Plan::Call) => (plan, handler.key(&delivery)),
-        plan @ (Plan::Ignore | Plan::DeadLetter(..)) => (plan, None),
-    }));
-    let (plan, key) = asked.unwrap_or_else(|panic| {
+    let plan = catch_unwind(AssertUnwindSafe(|| handler.plan(&delivery))).unwrap_or_else(|panic| {
         let error = format!("the handler panicked: {}", panic_text(panic.as_ref()));
-        (Plan::DeadLetter(Reason::Permanent, error), None)
+        Plan::DeadLetter(Reason::Permanent, error)
     });
     match plan {
         Plan::DeadLetter(reason, error) => delivery.defect = Some((reason, error)),
         plan @ (Plan::Apply | Plan::Call | Plan::Ignore) => delivery.plan = plan,
     }
-    delivery.key = key;
     delivery
 }
 

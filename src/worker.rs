@@ -13,7 +13,6 @@ pub mod shift;
 pub mod worker;
 
 mod held;
-mod keys;
 mod outage;
 mod parked;
 mod relay;

@@ -103,18 +103,14 @@ impl Statement {
 
 /// How one hand-over ended.
 enum HandOver {
-    Done,
+    Done {
+        /// Of the last statement.
+        rows: u64,
+    },
     /// The order at this index failed in the statement at this index of the route.
-    Failed {
-        order: usize,
-        statement: usize,
-        error: sqlx::Error,
-    },
+    Failed { order: usize, statement: usize, error: sqlx::Error },
     /// The order at this index did not have the rows that a statement expects.
-    Unexpected {
-        order: usize,
-        failure: Failure,
-    },
+    Unexpected { order: usize, failure: Failure },
 }
 
 /// Applies orders of one route: `values` has, for each order, one value for each `?` of all the statements.
@@ -135,7 +131,7 @@ pub async fn apply(
         let count = 1 << values.len().min(orders_max).ilog2();
         let ended = hand_over(connection, statements, values.by_ref().take(count), count, timeout).await?;
         match ended {
-            HandOver::Done => applied += count,
+            HandOver::Done { .. } => applied += count,
             HandOver::Unexpected { order, failure } => return Err(at(applied + order, failure)),
             HandOver::Failed { order, statement, error } => {
                 let failure = failure(connection, &statements[statement], error, timeout).await;
@@ -144,6 +140,24 @@ pub async fn apply(
         }
     }
     Ok(())
+}
+
+/// Runs one statement for one order, and returns the rows that `expect` counts.
+///
+/// # Errors
+/// The failure of the order.
+pub async fn apply_one(
+    connection: &mut SqliteConnection,
+    statement: &Statement,
+    values: Vec<Value>,
+    timeout: &Timeout,
+) -> Result<u64, Failure> {
+    let ended = hand_over(connection, std::slice::from_ref(statement), std::iter::once(values), 1, timeout).await?;
+    match ended {
+        HandOver::Done { rows } => Ok(rows),
+        HandOver::Unexpected { failure, .. } => Err(failure),
+        HandOver::Failed { error, .. } => Err(failure(connection, statement, error, timeout).await),
+    }
 }
 
 fn at(index: usize, failure: Failure) -> Failure {
@@ -164,7 +178,7 @@ async fn hand_over(
     let text: String = statements.iter().flat_map(|statement| [statement.scanned.sql.as_str(), ";"]).collect();
     let query = sqlx::query_with(AssertSqlSafe(text.repeat(count)), arguments);
     let mut results = (&mut *connection).fetch_many(query);
-    let (mut done, mut rows_seen) = (0, 0);
+    let (mut done, mut rows_seen, mut last_rows) = (0, 0, 0);
     let mut unexpected = None;
     loop {
         let (order, statement) = (done / statements.len(), done % statements.len());
@@ -179,9 +193,9 @@ async fn hand_over(
                 if let (Some(failure), None) = (failure, &unexpected) {
                     unexpected = Some(HandOver::Unexpected { order, failure });
                 }
-                (done, rows_seen) = (done + 1, 0);
+                (done, rows_seen, last_rows) = (done + 1, 0, rows);
             }
-            Ok(None) => return Ok(unexpected.unwrap_or(HandOver::Done)),
+            Ok(None) => return Ok(unexpected.unwrap_or(HandOver::Done { rows: last_rows })),
             // An earlier order is to blame first: this one may have failed because of it.
             Err(error) => return Ok(unexpected.unwrap_or(HandOver::Failed { order, statement, error })),
         }

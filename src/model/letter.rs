@@ -108,7 +108,6 @@ impl Letter {
             ignored: None,
             attempt: 1,
             plan: Plan::default(),
-            key: None,
         }
     }
 }

@@ -82,7 +82,7 @@ enum Command {
     /// List, show, replay, discard or export dead letters
     #[command(subcommand, subcommand_value_name = "COMMAND")]
     DeadLetters(DeadLettersCommand),
-    /// Check a handler file
+    /// Check a handler file, try an order with it, or write an example
     #[command(subcommand, subcommand_value_name = "COMMAND")]
     Handler(HandlerCommand),
     /// Copy the database and check the copy; the daemon may run

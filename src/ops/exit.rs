@@ -111,7 +111,10 @@ fn unwritten(error: &io::Error) -> Exit {
 impl CommandError for HandlerError {
     fn exit(&self) -> Exit {
         match self {
-            Self::Load(LoadError::Problems(_)) | Self::OwnHandler | Self::NoFile => Exit::Operator,
+            Self::Load(LoadError::Problems(_)) | Self::OwnHandler | Self::NoFile | Self::Payload { .. } => {
+                Exit::Operator
+            }
+            Self::Init(_) => Exit::Failed,
             Self::Output(error) => unwritten(error),
             Self::Load(LoadError::Database(_)) => Exit::Failed,
             Self::Open(error) => error.exit(),

@@ -7,11 +7,16 @@ use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 
+use self::attempt::{HandlerTryArgs, attempt};
+use self::init::{HandlerInitArgs, init};
 use crate::config::{Config, Database};
 use crate::handler::Handler;
 use crate::handler::http::Place;
 use crate::handler::routes::{LoadError, Routes};
 use crate::store::{OpenError, Scratch};
+
+mod attempt;
+mod init;
 
 /// Why there is no handler.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +29,10 @@ pub enum HandlerError {
     OwnHandler,
     #[error("no handler file: name one, or set handler.file")]
     NoFile,
+    #[error("cannot read the payload {}", path.display())]
+    Payload { path: PathBuf, source: io::Error },
+    #[error("cannot write the example")]
+    Init(#[source] io::Error),
     #[error("cannot write the answer")]
     Output(#[from] io::Error),
 }
@@ -32,6 +41,10 @@ pub enum HandlerError {
 pub enum HandlerCommand {
     /// Check a handler file without a server and without a change to any database; exit 2 if something is wrong
     Check(HandlerCheckArgs),
+    /// Show what the routes would do with one order; exit 1 if the order would not be applied
+    Try(HandlerTryArgs),
+    /// Write an example into a folder
+    Init(HandlerInitArgs),
 }
 
 #[derive(Debug, Args)]
@@ -43,9 +56,11 @@ pub struct HandlerCheckArgs {
     database: Option<PathBuf>,
 }
 
-pub async fn run(config: &Config, command: HandlerCommand, out: &mut impl Write) -> Result<(), HandlerError> {
+pub async fn run(config: &Config, command: HandlerCommand, out: &mut impl Write) -> Result<bool, HandlerError> {
     match command {
-        HandlerCommand::Check(args) => check(config, args, out).await,
+        HandlerCommand::Check(args) => check(config, args, out).await.map(|()| true),
+        HandlerCommand::Try(args) => attempt(config, args, out).await,
+        HandlerCommand::Init(args) => init(&args, out).map(|()| true).map_err(HandlerError::Init),
     }
 }
 
@@ -77,10 +92,17 @@ pub async fn chosen(
 
 /// Reads and checks a handler file. The schema of `database` is copied, if there is one.
 pub async fn load(config: &Config, file: &Path, database: Option<&Database>) -> Result<Routes, HandlerError> {
-    let mut scratch = match database {
-        Some(database) => Scratch::copy_of(database).await?,
-        None => Scratch::empty().await.map_err(LoadError::Database)?,
-    };
+    with_scratch(config, file, &mut scratch(database).await?).await
+}
+
+async fn scratch(database: Option<&Database>) -> Result<Scratch, HandlerError> {
+    match database {
+        Some(database) => Ok(Scratch::copy_of(database).await?),
+        None => Ok(Scratch::empty().await.map_err(LoadError::Database)?),
+    }
+}
+
+async fn with_scratch(config: &Config, file: &Path, scratch: &mut Scratch) -> Result<Routes, HandlerError> {
     let variables: HashMap<String, String> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .collect();
@@ -90,7 +112,7 @@ pub async fn load(config: &Config, file: &Path, database: Option<&Database>) -> 
         stream: &config.consumer.stream,
         shutdown_timeout: config.shutdown.timeout,
     };
-    let (routes, warnings) = Routes::load(file.to_owned(), &place, &mut scratch).await?;
+    let (routes, warnings) = Routes::load(file.to_owned(), &place, scratch).await?;
     warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     Ok(routes)
 }

@@ -18,7 +18,6 @@ use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Claim, Error, Store, Tx};
-use crate::worker::keys::Stopped;
 use crate::worker::retry::RetryPolicy;
 use answers::Answers;
 use budget::Budget;
@@ -151,9 +150,6 @@ impl Inbox {
                     let Some(guilty) = index.or((rest.len() == 1).then_some(0)) else { break };
                     let guilty = rest.remove(guilty);
                     outcomes[guilty] = Some(self.blame(batch[guilty], failure, Run::InBatch).await?);
-                    let mut stopped = Stopped::default();
-                    stopped.note(batch[guilty], outcomes[guilty].as_ref());
-                    rest.retain(|&index| index < guilty || stopped.lets(batch[index]));
                 }
             }
             if rest.is_empty() {
@@ -224,20 +220,20 @@ impl Inbox {
         let (rules, handler) = (self.rules(), self.handler.clone());
         let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
-        let mut stopped = Stopped::default();
         let mut tx = self.store.begin().await?;
-        for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            if !stopped.lets(delivery) {
-                continue;
-            }
+        for (index, delivery) in batch.iter().enumerate() {
             match single(&mut tx, handler.as_ref(), self.answers.order(delivery), rules, Run::InBatch).await? {
-                Single::Decided(decided) => *outcome = Some(decided),
+                Single::Decided(decided) => outcomes[index] = Some(decided),
+                Single::Ended(failure) => {
+                    outcomes.fill(None);
+                    outcomes[index] = Some(self.blame(delivery, failure, Run::InBatch).await?);
+                    return Ok(outcomes);
+                }
                 Single::Away(cause) => {
                     self.away = Some(cause);
                     break;
                 }
             }
-            stopped.note(delivery, outcome.as_ref());
             if budget.is_spent() {
                 break;
             }
@@ -249,13 +245,8 @@ impl Inbox {
     async fn in_transactions(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
-        let mut stopped = Stopped::default();
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
-            if !stopped.lets(delivery) {
-                continue;
-            }
             *outcome = self.transaction(delivery, Run::InBatch).await?;
-            stopped.note(delivery, outcome.as_ref());
             if budget.is_spent() || self.away.is_some() {
                 break;
             }
@@ -269,6 +260,7 @@ impl Inbox {
         let mut tx = self.store.begin().await?;
         let outcome = match single(&mut tx, handler.as_ref(), self.answers.order(delivery), rules, run).await? {
             Single::Decided(outcome) => Some(outcome),
+            Single::Ended(failure) => return self.blame(delivery, failure, run).await.map(Some),
             Single::Away(cause) => {
                 self.away = Some(cause);
                 None
@@ -303,13 +295,8 @@ impl Inbox {
     async fn suspects(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         let budget = Budget::new(draining);
         let mut outcomes: Outcomes = self.decide_known(batch).await?;
-        let mut stopped = Stopped::default();
         for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
-            if !stopped.lets(delivery) {
-                continue;
-            }
             *outcome = self.alone(delivery).await?;
-            stopped.note(delivery, outcome.as_ref());
             if budget.is_spent() || self.away.is_some() {
                 break;
             }

@@ -44,23 +44,12 @@ impl Parked {
         }
     }
 
-    /// The server delivered a message. Whether it was parked.
-    pub fn came(&mut self, stream_seq: u64) -> bool {
+    /// The server delivered the message again.
+    pub fn came(&mut self, stream_seq: u64) {
         // Nearly always, no message is parked. Then the sequence needs no hash.
-        !self.due.is_empty() && self.due.remove(&stream_seq).is_some()
-    }
-
-    pub fn contains(&self, stream_seq: u64) -> bool {
-        self.due.contains_key(&stream_seq)
-    }
-
-    pub fn stream_seqs(&self) -> impl Iterator<Item = u64> {
-        self.due.keys().copied()
-    }
-
-    /// Records a message that is handed back until then, for another reason than a failure.
-    pub fn put(&mut self, stream_seq: u64, due: Instant) {
-        self.due.insert(stream_seq, due);
+        if !self.due.is_empty() {
+            self.due.remove(&stream_seq);
+        }
     }
 
     /// The stream lost the messages after this sequence.

@@ -7,7 +7,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::calls::{Calls, needs_call};
 use super::inbox::{Inbox, Outcomes};
-use super::keys::KeyOrder;
 use crate::handler::Handler;
 use crate::model::delivery::Delivery;
 use crate::store::Error;
@@ -43,7 +42,7 @@ impl Repair {
         ready.extend(self.calls.looked_up(looked_up).iter().map(stream_seq));
         loop {
             if !stop.is_cancelled() {
-                self.calls.start(&KeyOrder::default());
+                self.calls.start();
             }
             let Some(ended) = self.calls.ended().await else { break };
             // Only a call that is cut off ends without a result, and nobody cuts these off.

@@ -232,7 +232,6 @@ fn delivery(id: u8, other: bool) -> Delivery {
         ignored: None,
         attempt: 1,
         plan: Plan::Apply,
-        key: None,
     }
 }
 

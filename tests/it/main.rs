@@ -28,7 +28,6 @@ mod http;
 mod ids;
 mod ignored;
 mod inputs;
-mod keys;
 mod message_ids;
 mod model;
 mod network;

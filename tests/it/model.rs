@@ -223,7 +223,6 @@ impl Message {
             ignored: None,
             attempt: 1,
             plan: Plan::Apply,
-            key: None,
         }
     }
 }

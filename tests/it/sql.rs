@@ -6,6 +6,7 @@ use crate::support::{Broker, DaemonSpec, NatsServer};
 mod check;
 mod failures;
 mod orders;
+mod same;
 
 /// The user's tables in most tests.
 pub const TABLES: &str = "

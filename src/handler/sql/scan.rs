@@ -19,7 +19,7 @@ pub fn scan(text: &str) -> Result<Scanned, String> {
     while let Some((token, after)) = next(rest) {
         rest = after;
         match token {
-            Token::Blank(_) if ended => {}
+            Token::Blank(_) | Token::End if ended => {}
             _ if ended => return Err("it has more than one statement; write one [[route.sql]] for each".to_owned()),
             Token::End => ended = true,
             Token::Blank(blank) => scanned.sql.push_str(blank),
@@ -97,7 +97,16 @@ pub fn next(text: &str) -> Option<(Token<'_>, &str)> {
         }
         ':' | '@' | '$' if text[1..].starts_with(is_part_of_name) => {
             let (token, rest) = cut(1 + name_length(&text[1..]));
+            if rest.starts_with("::") || rest.starts_with('(') {
+                // For SQLite, `:a::b` and `:a(b)` are names too.
+                let (token, rest) = cut(token.len() + 1);
+                return Some((Token::OtherParameter(token), rest));
+            }
             (if first == ':' { Token::Parameter(&token[1..]) } else { Token::OtherParameter(token) }, rest)
+        }
+        ':' if text.starts_with(":::") => {
+            let (token, rest) = cut(3);
+            (Token::OtherParameter(token), rest)
         }
         _ if is_part_of_name(first) => {
             let (token, rest) = cut(name_length(text));
@@ -129,4 +138,75 @@ fn quoted_length(text: &str, quote: char) -> usize {
         from = end + 1;
     }
     text.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
+    use sqlx::sqlite::SqliteConnectOptions;
+    use sqlx::{AssertSqlSafe, ConnectOptions, Either, Executor, SqlSafeStr, Statement};
+
+    use super::*;
+
+    #[test]
+    fn names_in_quotes_and_comments_are_not_parameters() {
+        let scanned =
+            scan("INSERT INTO \"a:b\" VALUES (:id, ':id', [c:d], `e:f`, 'it''s :x') -- :id\n/* :y */ ;; ").unwrap();
+        assert_eq!(scanned.names, ["id"]);
+        assert_eq!(scanned.keyword, "INSERT");
+        assert_eq!(scan("select :payload->>'$.a', :n1, :é, :a+:a").unwrap().sql, "select ?->>'$.a', ?, ?, ?+?\n");
+        for bad in [
+            "",
+            "  -- only a comment",
+            "SELECT 1; SELECT 2",
+            "SELECT ?",
+            "SELECT ?1",
+            "SELECT @a",
+            "SELECT $a",
+            "SELECT '\0'",
+        ] {
+            assert!(scan(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    const PIECES: &[&str] = &[
+        "SELECT ", ":a", ":b", ":a1", ":é", "'", "''", "\"", "`", "[", "]", "--", "\n", "/*", "*/", "/", "*", "-", ";",
+        "1", "2.5e3", "x'ab'", ",", " ", "::", ":", "+", "(", ")", "->>", "as c", "'t'", "\"q\"", "$", "a$b", "é",
+    ];
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn sqlite_counts_the_parameters_that_we_count(pieces in vec(select(PIECES), 0..14)) {
+            let text = format!("SELECT {}", pieces.concat());
+            let Ok(scanned) = scan(&text) else { return Ok(()) };
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let counts = runtime.block_on(async {
+                let mut connection = SqliteConnectOptions::new().in_memory(true).connect().await.unwrap();
+                let mut counts = Vec::new();
+                for sql in [scanned.sql.clone(), text.clone()] {
+                    let prepared = (&mut connection).prepare(AssertSqlSafe(sql).into_sql_str()).await;
+                    counts.push(prepared.ok().map(|prepared| match prepared.parameters() {
+                        Some(Either::Right(count)) => count,
+                        Some(Either::Left(_)) | None => 0,
+                    }));
+                }
+                counts
+            });
+            let mut names = scanned.names.clone();
+            names.sort();
+            names.dedup();
+            if let Some(ours) = counts[0] {
+                prop_assert_eq!(ours, scanned.names.len(), "{}", text);
+            }
+            // SQLite counts a name once. A text that it takes is one that it takes from us as well.
+            if let Some(theirs) = counts[1] {
+                prop_assert_eq!(theirs, names.len(), "{}", text);
+                prop_assert!(counts[0].is_some(), "{}", text);
+            }
+        }
+    }
 }

@@ -14,7 +14,7 @@ use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::model::plan::Plan;
 use crate::model::text::{chain, panic_text, shortened};
 use crate::model::time::seconds_text;
-use crate::store::{Attempts, Claim, Earlier, Error, Retry, Tx};
+use crate::store::{Attempts, Claim, Earlier, Error, ErrorClass, Tx};
 use crate::worker::retry::{NextStep, RetryPolicy};
 
 /// Characters of an id in the text of a conflict. The whole id is in the dead letter.
@@ -50,6 +50,9 @@ pub(super) enum Single {
     Decided(Outcome),
     /// Undone, because the handler reported that something it needs is away.
     Away(String),
+    /// The failure ended the whole transaction, for example because SQLite ended a statement that took too long. Nothing of this
+    /// pass is left.
+    Ended(Failure),
 }
 
 /// Claims and applies one message in a savepoint. A failure undoes that much and becomes the message's outcome.
@@ -84,7 +87,12 @@ pub(super) async fn single(
                     return Ok(Single::Away(cause));
                 }
                 Err(failure) => {
-                    tx.undo().await?;
+                    match tx.undo().await {
+                        Ok(()) => {}
+                        // No savepoint is left to return to.
+                        Err(error) if error.class == ErrorClass::Other => return Ok(Single::Ended(failure)),
+                        Err(error) => return Err(error),
+                    }
                     return failed(tx, delivery, &failure, rules, run, now_ns).await.map(Single::Decided);
                 }
             }
@@ -113,13 +121,8 @@ pub(super) async fn failed(
         NextStep::DeadLetter(reason) => dead(reason, error),
         NextStep::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };
-    if let Outcome::Retry { error, delay } = &outcome {
+    if let Outcome::Retry { error, .. } = &outcome {
         tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?;
-        if let Some(key) = &delivery.key {
-            let due_ns = now_ns.saturating_add(i64::try_from(delay.as_nanos()).unwrap_or(i64::MAX));
-            let retry = Retry { stream_seq: delivery.raw.position.stream_seq, key: key.clone(), due_ns };
-            tx.set_retry(&delivery.id, &retry).await?;
-        }
     }
     tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
     Ok(outcome)

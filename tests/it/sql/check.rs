@@ -169,3 +169,51 @@ async fn check_and_handler_check_find_the_same_without_a_change() {
     assert_eq!(refused.code, Some(2));
     assert!(refused.stdout.contains("FAIL  handler     "), "{}", refused.stdout);
 }
+
+#[tokio::test]
+async fn the_example_of_init_passes_the_check_and_shows_what_an_order_does() {
+    let spec = DaemonSpec::new("nats://127.0.0.1:1");
+    let folder = spec.folder().join("shop");
+    let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+    let folder_text = folder.to_str().unwrap();
+    let written = spec.run_ok(&["handler", "init", "sql", folder_text]).await.stdout;
+    assert!(
+        written.contains("wrote ") && written.ends_with(&format!("handler check {}\n", at("handler.toml"))),
+        "{written}"
+    );
+    assert_eq!(spec.run(&["handler", "init", "sql", folder_text]).await.code, Some(1), "nothing is replaced");
+    spec.run_ok(&["handler", "check", &at("handler.toml")]).await;
+    let (file, order) = (at("handler.toml"), at("order.json"));
+    let tried = ["handler", "try", &file, "--subject", "ORDERS.new", "--payload", &order, "--id", "o-1"];
+    assert_eq!(
+        spec.run_ok(&tried).await.stdout,
+        "id          o-1\nroute       route 1 (ORDERS.*)\nparameter   :cents integer 250\nparameter   :note NULL\n\
+         parameter   :sku text apple\nparameter   :id text o-1\nstatement 1 1 row\nstatement 2 1 row\nnothing was changed\n"
+    );
+    std::fs::write(&order, "Order Data 1").unwrap();
+    let refused = spec.run(&tried).await;
+    assert_eq!(refused.code, Some(1));
+    assert!(
+        refused.stdout.contains("dead letter undecodable: route 1: the payload is not valid JSON"),
+        "{}",
+        refused.stdout
+    );
+    assert!(!spec.database().exists());
+
+    let http = spec.folder().join("calls");
+    spec.run_ok(&["handler", "init", "http", http.to_str().unwrap()]).await;
+    let (file, order) = (http.join("handler.toml"), http.join("order.json"));
+    let shown = spec
+        .run_ok(&[
+            "handler",
+            "try",
+            file.to_str().unwrap(),
+            "--subject",
+            "ORDERS.new",
+            "--payload",
+            order.to_str().unwrap(),
+        ])
+        .await;
+    assert!(shown.stdout.contains("request     POST http://127.0.0.1:8080/orders\n"), "{}", shown.stdout);
+    assert!(shown.stdout.contains("call        not made; --call makes it\n"), "{}", shown.stdout);
+}
