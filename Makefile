@@ -35,7 +35,7 @@ fuzz: ## feed random bytes to what reads from outside (needs cargo-fuzz); SECOND
 	-max_total_time=$(SECONDS) -rss_limit_mb=1024 || exit; done
 
 bench: PROFILE ?= release
-bench: ## measure the release build against no database at all, 3 to 6 minutes; ARGS="rates handlers memory latency ids" picks
+bench: ## measure the release build against no database at all, 3 to 6 minutes; ARGS="rates handlers memory latency ids calls" picks
 	@server=$$(tests/tools/nats-server.sh) && NATS_SERVER="$$server" \
 		cargo bench --locked --profile $(PROFILE) --bench bench -- $(ARGS)
 

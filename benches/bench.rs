@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a failed step ends the benchmark")]
 
+#[path = "bench/calls.rs"]
+mod calls;
 #[path = "../tests/it/support/mod.rs"]
 mod support;
 
@@ -80,6 +82,9 @@ async fn main() {
     }
     if chosen("ids") {
         many_ids(&plan, &mut report).await;
+    }
+    if chosen("calls") {
+        calls::calls(&plan, &mut report).await;
     }
     report.print(&plan);
 }

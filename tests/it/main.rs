@@ -25,6 +25,7 @@ mod given_up;
 mod gone;
 mod handlers;
 mod http;
+mod http_calls;
 mod ids;
 mod ignored;
 mod inputs;

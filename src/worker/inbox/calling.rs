@@ -53,7 +53,10 @@ impl Inbox {
         if !failures.is_empty() {
             let (rules, now_ns) = (self.rules(), now_ns());
             let mut tx = self.store.begin().await?;
-            for (delivery, outcome, failure) in failures {
+            let known = tx.known(&failures.iter().map(|(delivery, ..)| *delivery).collect::<Vec<_>>()).await?;
+            let new = failures.into_iter().zip(known).filter(|(_, claim)| *claim == Claim::New);
+            // An operator may have replayed the dead letter of an id during the call: the order is then a duplicate.
+            for ((delivery, outcome, failure), _) in new {
                 *outcome = Some(failed(&mut tx, delivery, failure, rules, Run::InBatch, now_ns).await?);
             }
             tx.commit().await?;

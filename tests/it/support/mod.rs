@@ -4,6 +4,7 @@
 #![allow(dead_code, unused_imports, reason = "a helper that no theme needs at the moment is not worth a warning")]
 
 pub mod daemon;
+pub mod endpoint;
 pub mod in_process;
 pub mod keys;
 pub mod nats;
@@ -13,6 +14,7 @@ use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 pub use daemon::{Daemon, DaemonSpec, Db, Finished};
+pub use endpoint::{Act, Endpoint};
 pub use nats::{Broker, NatsServer, ServerSpec};
 pub use proxy::FaultProxy;
 
