@@ -53,6 +53,12 @@ pub trait Handler: Send + Sync + 'static {
         if self.concurrency() > 0 { Plan::Call } else { Plan::Apply }
     }
 
+    /// Orders of one key run strictly one after the other, in stream order. From the message alone, as [`plan`](Handler::plan); asked
+    /// only for orders that are to be applied. The default has no key, and promises no order between messages.
+    fn key(&self, _delivery: &Delivery) -> Option<Arc<str>> {
+        None
+    }
+
     /// The file that the handler was made from, and the start of its hash, for the log and `/status`.
     fn file(&self) -> Option<(&Path, &str)> {
         None
@@ -99,14 +105,19 @@ pub fn planned(handler: &dyn Handler, mut delivery: Delivery) -> Delivery {
         return delivery;
     }
     // A plan depends on the message alone: it would panic again.
-    let plan = catch_unwind(AssertUnwindSafe(|| handler.plan(&delivery))).unwrap_or_else(|panic| {
+    let asked = catch_unwind(AssertUnwindSafe(|| match handler.plan(&delivery) {
+        plan @ (Plan::Apply | Plan::Call) => (plan, handler.key(&delivery)),
+        plan @ (Plan::Ignore | Plan::DeadLetter(..)) => (plan, None),
+    }));
+    let (plan, key) = asked.unwrap_or_else(|panic| {
         let error = format!("the handler panicked: {}", panic_text(panic.as_ref()));
-        Plan::DeadLetter(Reason::Permanent, error)
+        (Plan::DeadLetter(Reason::Permanent, error), None)
     });
     match plan {
         Plan::DeadLetter(reason, error) => delivery.defect = Some((reason, error)),
         plan @ (Plan::Apply | Plan::Call | Plan::Ignore) => delivery.plan = plan,
     }
+    delivery.key = key;
     delivery
 }
 

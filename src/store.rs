@@ -14,7 +14,8 @@ pub use pause::Pause;
 use sqlx::SqliteConnection;
 pub use types::{
     Anchor, Attempts, AttemptsRecord, AuditMark, Claim, Contents, Counts, Direction, Earlier, Gone, Holder, IdRecord,
-    Mark, OutboxHead, OutboxStep, OutboxTaken, Presence, ProcessedId, ProcessedRow, Prunable, Rows, SeqRecord, Sizes,
+    Mark, OutboxHead, OutboxStep, OutboxTaken, Presence, ProcessedId, ProcessedRow, Prunable, Retry, Rows, SeqRecord,
+    Sizes,
 };
 
 use crate::config::Database;
@@ -198,6 +199,13 @@ impl Store {
         }
     }
 
+    /// The retries of orders with a key that were not done when the database was opened.
+    pub fn retries(&self) -> &[Retry] {
+        match self {
+            Self::Sqlite(store) => store.retries(),
+        }
+    }
+
     /// The sizes of the database on disk.
     pub fn sizes(&self) -> Sizes {
         match self {
@@ -266,6 +274,13 @@ impl Tx<'_> {
     ) -> Result<(), Error> {
         match self {
             Self::Sqlite(tx) => tx.set_attempts(id, attempts, error, now_ns).await,
+        }
+    }
+
+    /// Records where and when an order with a key has its retry.
+    pub async fn set_retry(&mut self, id: &str, retry: &Retry) -> Result<(), Error> {
+        match self {
+            Self::Sqlite(tx) => tx.set_retry(id, retry).await,
         }
     }
 

@@ -13,6 +13,7 @@ pub mod shift;
 pub mod worker;
 
 mod held;
+mod keys;
 mod outage;
 mod parked;
 mod relay;

@@ -16,6 +16,8 @@ pub struct Route {
     pub name: String,
     pub subject: SubjectPattern,
     when: Option<When>,
+    /// Orders of one key run one after the other.
+    pub key: Option<Picked>,
     pub params: Params,
     pub deed: Deed,
 }
@@ -29,10 +31,15 @@ pub enum Deed {
     Ignore,
 }
 
-/// A condition beside the subject.
-struct When {
+/// One value of an order, as text.
+pub struct Picked {
     source: Source,
     pointers: Pointers,
+}
+
+/// A condition beside the subject.
+struct When {
+    picked: Picked,
     is: String,
 }
 
@@ -54,15 +61,19 @@ impl Route {
             }
         };
         let when = section.section("when").and_then(|when| When::read(&when));
-        if section.has("key") {
-            section.note("key is not supported by this version");
+        let key = section.section("key").and_then(|key| {
+            key.known(&["json", "header", "subject"]);
+            Picked::read(&key)
+        });
+        if key.is_some() && section.has("ignore") {
+            section.note("key is not for a route with ignore");
         }
         let params = Params::read(section);
         let deed = Deed::read(section, &params, place);
         if params.declared_count() > 0 && !matches!(deed, Some(Deed::Sql(_)) | None) {
             section.note("params are only for a route with sql");
         }
-        Some(Self { name: section.name(), subject: subject?, when, params, deed: deed? })
+        Some(Self { name: section.name(), subject: subject?, when, key, params, deed: deed? })
     }
 
     pub fn matches(&self, delivery: &Delivery) -> bool {
@@ -82,8 +93,7 @@ impl Route {
 impl When {
     fn read(section: &Section<'_>) -> Option<Self> {
         section.known(&["json", "header", "subject", "is"]);
-        let mut pointers = Pointers::default();
-        let source = Source::read(section, &mut pointers);
+        let picked = Picked::read(section);
         let is = match section.value("is") {
             Some(toml::Value::String(text)) => text.clone(),
             Some(toml::Value::Integer(number)) => number.to_string(),
@@ -93,13 +103,43 @@ impl When {
                 return None;
             }
         };
-        Some(Self { source: source?, pointers, is })
+        Some(Self { picked: picked?, is })
     }
 
     /// A missing value, and a payload that is not JSON, do not match.
     fn holds(&self, delivery: &Delivery) -> bool {
+        self.picked.text(delivery).as_ref() == Some(&self.is)
+    }
+}
+
+impl Picked {
+    fn read(section: &Section<'_>) -> Option<Self> {
+        let mut pointers = Pointers::default();
+        let source = Source::read(section, &mut pointers)?;
+        Some(Self { source, pointers })
+    }
+
+    /// `None` for a missing or null value, and for a payload that is not JSON.
+    pub fn text(&self, delivery: &Delivery) -> Option<String> {
         let found = if self.pointers.is_empty() { None } else { self.pointers.find(&delivery.raw.payload).ok() };
-        self.source.plain_text(delivery, found.as_deref()).as_ref() == Some(&self.is)
+        self.source.plain_text(delivery, found.as_deref())
+    }
+
+    /// Why an order has no such value.
+    pub fn missing(&self) -> String {
+        match &self.source {
+            Source::Json { pointer, .. } => format!("the payload has no value at {pointer}"),
+            Source::Header(name) => format!("the message has no header {name}"),
+            Source::Token(number) => format!("the subject has no token {number}"),
+            other @ (Source::Id
+            | Source::WholeSubject
+            | Source::StreamSeq
+            | Source::PublishedAt
+            | Source::Now
+            | Source::Headers
+            | Source::Payload
+            | Source::PayloadBytes) => format!("the message has no {other:?}"),
+        }
     }
 }
 

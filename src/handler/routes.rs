@@ -1,6 +1,7 @@
 //! The handler that a handler file describes.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
@@ -89,6 +90,9 @@ impl Handler for Routes {
         let Some((_, route)) = self.route(delivery) else {
             return Plan::DeadLetter(Reason::Unrouted, self.unrouted(delivery));
         };
+        if let Some(key) = route.key.as_ref().filter(|key| key.text(delivery).is_none()) {
+            return Plan::DeadLetter(Reason::Undecodable, format!("{}: key: {}", route.name, key.missing()));
+        }
         match &route.deed {
             Deed::Sql(statements) => match values(route, statements, delivery, 0) {
                 Ok(_) => Plan::Apply,
@@ -98,6 +102,10 @@ impl Handler for Routes {
             Deed::Record => Plan::Apply,
             Deed::Ignore => Plan::Ignore,
         }
+    }
+
+    fn key(&self, delivery: &Delivery) -> Option<Arc<str>> {
+        self.route(delivery)?.1.key.as_ref()?.text(delivery).map(Into::into)
     }
 
     fn concurrency(&self) -> usize {

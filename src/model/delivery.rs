@@ -92,6 +92,8 @@ pub struct Delivery {
     pub attempt: u32,
     /// What the handler has decided of the order. It is not asked about a message with a defect, or one that is not an order.
     pub plan: Plan,
+    /// Orders of one key run strictly one after the other, in stream order.
+    pub key: Option<Arc<str>>,
 }
 
 impl Delivery {
@@ -118,7 +120,7 @@ impl Delivery {
         };
         let digest = Digest::of(digest_subject, &raw.payload);
         let ignored = ignored(&raw.headers);
-        Self { raw, id, digest, defect, missing_id, ignored, attempt: 1, plan: Plan::default() }
+        Self { raw, id, digest, defect, missing_id, ignored, attempt: 1, plan: Plan::default(), key: None }
     }
 
     /// Whether the handler may have to run for this message.

@@ -108,6 +108,7 @@ impl Letter {
             ignored: None,
             attempt: 1,
             plan: Plan::default(),
+            key: None,
         }
     }
 }

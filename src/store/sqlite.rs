@@ -19,7 +19,7 @@ use self::open::{
 };
 use self::reader::counts;
 use self::sql::failed;
-use super::{Counts, Error, ErrorClass, OpenError, Prunable, Sizes};
+use super::{Counts, Error, ErrorClass, OpenError, Prunable, Retry, Sizes};
 
 pub use self::open::check;
 pub use self::reader::Reader;
@@ -54,6 +54,7 @@ const CHECKPOINT_PAGES: u32 = 2_000;
 const WAL_LIMIT_BYTES: u64 = 64 * 1024 * 1024;
 /// How often the truncation is tried: it waits for readers for up to [`open::BUSY_TIMEOUT`].
 const WAL_LIMIT_EVERY: Duration = Duration::from_secs(60);
+const READING_ATTEMPTS: &str = "reading the attempts";
 const LOOKING_UP: &str = "looking ids up";
 
 /// The database of one daemon: the file, the lock on it and the writing connection.
@@ -72,6 +73,7 @@ pub struct Store {
     faulted: bool,
     /// Whether `attempts` may have rows. Only the process with the lock writes the table, so the usual path need not ask.
     any_attempts: bool,
+    retries: Vec<Retry>,
     ids: Ids,
     /// The last row of the outbox that is known.
     outbox_row: i64,
@@ -150,6 +152,7 @@ impl Store {
             wal_files: None,
             faulted: false,
             any_attempts: true,
+            retries: Vec::new(),
             ids: Ids::default(),
             outbox_row: 0,
             wal_due: Instant::now(),
@@ -161,10 +164,15 @@ impl Store {
         let Some(connection) = &mut self.connection else { return Ok(()) };
         run_migrations(connection).await?;
         self.any_attempts = sqlx::query_scalar("SELECT EXISTS (SELECT 1 FROM attempts)")
-            .fetch_one(connection)
+            .fetch_one(&mut *connection)
             .await
-            .map_err(|source| failed("reading the attempts", source))?;
+            .map_err(|source| failed(READING_ATTEMPTS, source))?;
+        self.retries = read_retries(connection).await?;
         Ok(())
+    }
+
+    pub fn retries(&self) -> &[Retry] {
+        &self.retries
     }
 
     pub async fn begin(&mut self) -> Result<Tx<'_>, Error> {
@@ -364,6 +372,22 @@ async fn run_migrations(connection: &mut SqliteConnection) -> Result<(), Error> 
         MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => failed(DOING, source),
         other => Error::new(DOING, ErrorClass::Other, other),
     })
+}
+
+async fn read_retries(connection: &mut SqliteConnection) -> Result<Vec<Retry>, Error> {
+    let rows: Vec<(i64, String, i64)> = sqlx::query_as(
+        "SELECT stream_seq, order_key, due_at FROM attempts \
+         WHERE failed > 0 AND stream_seq IS NOT NULL AND order_key IS NOT NULL AND due_at IS NOT NULL",
+    )
+    .fetch_all(connection)
+    .await
+    .map_err(|source| failed(READING_ATTEMPTS, source))?;
+    let retry = |(stream_seq, key, due_ns): (i64, String, i64)| Retry {
+        stream_seq: stream_seq.max(0).unsigned_abs(),
+        key: key.into(),
+        due_ns,
+    };
+    Ok(rows.into_iter().map(retry).collect())
 }
 
 /// A file that cannot be read counts as empty.

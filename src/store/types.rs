@@ -1,5 +1,7 @@
 //! The values that the store takes and returns.
 
+use std::sync::Arc;
+
 use crate::model::id::Digest;
 use crate::model::letter::Envelope;
 use crate::model::outbox::{OutboxMessage, OutboxRow, OutboxTarget};
@@ -49,6 +51,15 @@ impl Attempts {
     pub fn ended(self) -> Self {
         Self { started: self.started.saturating_sub(1), ..self }
     }
+}
+
+/// The retry of an order with a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Retry {
+    pub stream_seq: u64,
+    pub key: Arc<str>,
+    /// In nanoseconds since 1970 UTC.
+    pub due_ns: i64,
 }
 
 /// Which ids may be deleted. Times are in nanoseconds since 1970 UTC.

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use self::host::{Begun, Host, Judged};
 use super::inbox::single::caught;
+use super::keys::{Blocked, KeyOrder};
 use crate::handler::{Answer, Failure, Handler};
 use crate::model::delivery::Delivery;
 use crate::model::plan::Plan;
@@ -199,13 +200,14 @@ impl Calls {
         known
     }
 
-    /// Begins as many calls as may run now.
-    pub fn start(&mut self) {
+    /// Begins as many calls as may run now. Orders of one key are called for one after the other: the next one after the commit of the
+    /// one before.
+    pub fn start(&mut self, keys: &KeyOrder) {
         let now = Instant::now();
         let services = self.services.len();
         let first = self.turn;
         for service in (0..services).map(|index| (first + index) % services) {
-            while let Some((delivery, begun)) = self.services[service].next(&mut self.hosts, now) {
+            while let Some((delivery, begun)) = self.services[service].next(&mut self.hosts, keys, now) {
                 // A host that is away gets one probe at a time: the other services of the host have their turn.
                 self.turn = (service + 1) % services;
                 let handler = self.handler.clone();
@@ -307,6 +309,21 @@ impl Calls {
         dropped.iter().for_each(|delivery| self.size.remove(delivery));
     }
 
+    /// Takes orders out that are `blocked`, of each service the newest, until at most `limit` of them are left.
+    pub fn take_blocked(&mut self, blocked: &Blocked<'_>, limit: usize) -> Vec<Delivery> {
+        let mut taken = Vec::new();
+        for queue in &mut self.services {
+            for place in blocked.newest(queue.waiting.iter(), limit).into_iter().rev() {
+                let Some(delivery) = queue.waiting.remove(place) else { continue };
+                queue.size.remove(&delivery);
+                self.size.remove(&delivery);
+                self.to_look_up.extend(self.busy.remove(&delivery.id).unwrap_or_default());
+                taken.push(delivery);
+            }
+        }
+        taken
+    }
+
     /// Whether calls run.
     pub fn are_running(&self) -> bool {
         !self.running.is_empty()
@@ -331,13 +348,14 @@ impl Calls {
 
 impl Queue {
     /// The next order to call for, if a call may begin now.
-    fn next(&mut self, hosts: &mut [Watched], now: Instant) -> Option<(Delivery, Begun)> {
-        if self.running >= self.concurrency || self.waiting.is_empty() {
+    fn next(&mut self, hosts: &mut [Watched], keys: &KeyOrder, now: Instant) -> Option<(Delivery, Begun)> {
+        if self.running >= self.concurrency {
             return None;
         }
+        let place = self.waiting.iter().position(|delivery| keys.is_first(delivery))?;
         let begun = hosts[self.host].host.begin(now)?;
         self.running += 1;
-        self.waiting.pop_front().map(|delivery| (delivery, begun))
+        self.waiting.remove(place).map(|delivery| (delivery, begun))
     }
 }
 

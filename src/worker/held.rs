@@ -76,10 +76,12 @@ impl Held {
         self.0.clear();
     }
 
-    /// A nak without delay for all of them.
+    /// A nak without delay for all of them, in stream order: the server delivers them again in the order of the naks.
     pub fn hand_back(&mut self) -> Vec<(Reply, Acknowledgement)> {
         let nak = Acknowledgement::Nak { delay: Duration::ZERO };
-        self.0.drain().map(|(_, owed)| (owed.reply, nak)).collect()
+        let mut owed: Vec<(u64, Owed)> = self.0.drain().collect();
+        owed.sort_unstable_by_key(|(stream_seq, _)| *stream_seq);
+        owed.into_iter().map(|(_, owed)| (owed.reply, nak)).collect()
     }
 }
 

@@ -18,6 +18,7 @@ use crate::model::plan::Plan;
 use crate::model::text::chain;
 use crate::model::time::unix_ns;
 use crate::store::{Claim, Error, Store, Tx};
+use crate::worker::keys::Stopped;
 use crate::worker::retry::RetryPolicy;
 use answers::Answers;
 use budget::Budget;
@@ -150,6 +151,9 @@ impl Inbox {
                     let Some(guilty) = index.or((rest.len() == 1).then_some(0)) else { break };
                     let guilty = rest.remove(guilty);
                     outcomes[guilty] = Some(self.blame(batch[guilty], failure, Run::InBatch).await?);
+                    let mut stopped = Stopped::default();
+                    stopped.note(batch[guilty], outcomes[guilty].as_ref());
+                    rest.retain(|&index| index < guilty || stopped.lets(batch[index]));
                 }
             }
             if rest.is_empty() {
@@ -220,8 +224,12 @@ impl Inbox {
         let (rules, handler) = (self.rules(), self.handler.clone());
         let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
+        let mut stopped = Stopped::default();
         let mut tx = self.store.begin().await?;
         for (index, delivery) in batch.iter().enumerate() {
+            if !stopped.lets(delivery) {
+                continue;
+            }
             match single(&mut tx, handler.as_ref(), self.answers.order(delivery), rules, Run::InBatch).await? {
                 Single::Decided(decided) => outcomes[index] = Some(decided),
                 Single::Ended(failure) => {
@@ -234,6 +242,7 @@ impl Inbox {
                     break;
                 }
             }
+            stopped.note(delivery, outcomes[index].as_ref());
             if budget.is_spent() {
                 break;
             }
@@ -245,8 +254,13 @@ impl Inbox {
     async fn in_transactions(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         let budget = Budget::new(draining);
         let mut outcomes = vec![None; batch.len()];
+        let mut stopped = Stopped::default();
         for (delivery, outcome) in batch.iter().zip(&mut outcomes) {
+            if !stopped.lets(delivery) {
+                continue;
+            }
             *outcome = self.transaction(delivery, Run::InBatch).await?;
+            stopped.note(delivery, outcome.as_ref());
             if budget.is_spent() || self.away.is_some() {
                 break;
             }
@@ -295,8 +309,13 @@ impl Inbox {
     async fn suspects(&mut self, batch: &[&Delivery], draining: &CancellationToken) -> Result<Outcomes, Error> {
         let budget = Budget::new(draining);
         let mut outcomes: Outcomes = self.decide_known(batch).await?;
+        let mut stopped = Stopped::default();
         for (delivery, outcome) in batch.iter().zip(&mut outcomes).filter(|(_, outcome)| outcome.is_none()) {
+            if !stopped.lets(delivery) {
+                continue;
+            }
             *outcome = self.alone(delivery).await?;
+            stopped.note(delivery, outcome.as_ref());
             if budget.is_spent() || self.away.is_some() {
                 break;
             }

@@ -44,12 +44,23 @@ impl Parked {
         }
     }
 
-    /// The server delivered the message again.
-    pub fn came(&mut self, stream_seq: u64) {
+    /// The server delivered a message. Whether it was parked.
+    pub fn came(&mut self, stream_seq: u64) -> bool {
         // Nearly always, no message is parked. Then the sequence needs no hash.
-        if !self.due.is_empty() {
-            self.due.remove(&stream_seq);
-        }
+        !self.due.is_empty() && self.due.remove(&stream_seq).is_some()
+    }
+
+    pub fn contains(&self, stream_seq: u64) -> bool {
+        self.due.contains_key(&stream_seq)
+    }
+
+    pub fn stream_seqs(&self) -> impl Iterator<Item = u64> {
+        self.due.keys().copied()
+    }
+
+    /// Records a message that is handed back until then, for another reason than a failure.
+    pub fn put(&mut self, stream_seq: u64, due: Instant) {
+        self.due.insert(stream_seq, due);
     }
 
     /// The stream lost the messages after this sequence.

@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::calls::{Calls, needs_call};
 use super::inbox::{Inbox, Outcomes};
+use super::keys::KeyOrder;
 use crate::handler::Handler;
 use crate::model::delivery::Delivery;
 use crate::store::Error;
@@ -42,7 +43,7 @@ impl Repair {
         ready.extend(self.calls.looked_up(looked_up).iter().map(stream_seq));
         loop {
             if !stop.is_cancelled() {
-                self.calls.start();
+                self.calls.start(&KeyOrder::default());
             }
             let Some(ended) = self.calls.ended().await else { break };
             // Only a call that is cut off ends without a result, and nobody cuts these off.

@@ -17,6 +17,7 @@ use super::acceptance::Acceptance;
 use super::audit::Audit;
 use super::calls::{self, Calls};
 use super::held::Held;
+use super::keys::KeyOrder;
 use super::message_ids;
 use super::outage::Outages;
 use super::parked::Parked;
@@ -32,7 +33,7 @@ use crate::model::delivery::{Arrival, Delivery, Reply};
 use crate::model::outcome::{Acknowledgement, Ignored, Outcome};
 use crate::model::schemes::{IdSchemes, IdSettings};
 use crate::model::view::ConsumerView;
-use crate::store::{self, Store};
+use crate::store::{self, Retry, Store};
 use crate::telemetry::{Reminder, Telemetry};
 use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::retry::RetryPolicy;
@@ -43,6 +44,7 @@ mod calling;
 mod drain;
 mod end;
 mod looks;
+mod ordering;
 mod publishing;
 
 /// The loop checks its clocks at least this often, and at least eight times within `ack_wait`.
@@ -72,6 +74,9 @@ pub struct Worker {
     waiting: Waiting,
     held: Held,
     parked: Parked,
+    keys: KeyOrder,
+    /// Retries that an earlier process has left, until the first bind.
+    retries: Vec<Retry>,
     handler: Arc<dyn Handler>,
     writer: Writer,
     outages: Outages,
@@ -116,6 +121,8 @@ impl Worker {
             waiting: Waiting::default(),
             held: Held::default(),
             parked: Parked::default(),
+            keys: KeyOrder::default(),
+            retries: store.retries().to_vec(),
             writer: Writer::Free(Box::new(Inbox::new(store, handler.clone(), retry, config.inbox.on_conflict))),
             handler,
             outages: Outages::default(),
@@ -170,7 +177,10 @@ impl Worker {
                 Some(ended) = OptionFuture::from(self.relay.running()) => self.relay.ended(ended, &self.telemetry),
                 _ = self.tick.tick() => self.keep_alive().await,
                 event = self.consumer.next(capacity) => match event {
-                    Event::Deliveries(arrivals) => self.receive(arrivals),
+                    Event::Deliveries(arrivals) => {
+                        self.receive(arrivals);
+                        self.hand_back_blocked().await;
+                    }
                     Event::GivenUp(arrivals) => self.receive_given_up(arrivals),
                     Event::Seen { view, edited } => self.observe(view, edited),
                     Event::Refused(error) => return Err(WorkerError::Refused(error)),
@@ -187,7 +197,8 @@ impl Worker {
 
     /// How much may be requested from the server: nothing while the database or the handler cannot work.
     fn capacity(&self) -> Capacity {
-        if self.outages.retry_at().is_some()
+        if self.keys.pulls_from().is_some_and(|from| Instant::now() < from)
+            || self.outages.retry_at().is_some()
             || !self.acceptance.is_accepted()
             || self.relay.is_full()
             || self.is_away_half()
@@ -195,9 +206,11 @@ impl Worker {
             return Capacity { messages: 0, bytes: 0 };
         }
         let (batch, calls) = (&self.config.batch, self.calls.size());
+        // Messages that wait for others from before the bind must not keep these out.
+        let share = if self.keys.has_barrier() { 2 } else { 1 };
         Capacity {
-            messages: batch.max_messages.saturating_sub(self.waiting.messages() + calls.messages),
-            bytes: batch.max_bytes.saturating_sub(self.waiting.bytes() + calls.bytes),
+            messages: (share * batch.max_messages).saturating_sub(self.waiting.messages() + calls.messages),
+            bytes: (share * batch.max_bytes).saturating_sub(self.waiting.bytes() + calls.bytes),
         }
     }
 
@@ -206,10 +219,12 @@ impl Worker {
         let now = Instant::now();
         for Arrival { raw, reply } in arrivals {
             self.count(raw.position);
-            self.parked.came(raw.position.stream_seq);
+            let is_again = self.parked.came(raw.position.stream_seq);
             let accounts_from = self.audit.delivered(raw.position, self.filtered);
             if self.held.take(raw.position, reply, accounts_from, now) {
-                self.enqueue(planned(&*self.handler, Delivery::new(raw, &self.schemes)));
+                let delivery = planned(&*self.handler, Delivery::new(raw, &self.schemes));
+                self.keys.came(&delivery, is_again, now);
+                self.enqueue(delivery);
             }
         }
         self.telemetry.health.set_held(self.held.len());
@@ -246,7 +261,7 @@ impl Worker {
             self.writer = calling::look_up(inbox, to_look_up);
             return;
         }
-        let batch = self.waiting.next_batch(self.config.batch.max_messages, self.config.batch.max_bytes);
+        let batch = self.waiting.next_batch(&self.keys, self.config.batch.max_messages, self.config.batch.max_bytes);
         self.writer = if !batch.is_empty() {
             inbox.max_deliver = self.max_deliver();
             self.answers.drain(..).for_each(|(delivery, outcome)| inbox.called(&delivery, outcome));
@@ -340,6 +355,7 @@ impl Worker {
             self.calls.settled(&delivery);
             if let Some((reply, accounts_from)) = self.held.answer(delivery.raw.position) {
                 if outcome.is_final() {
+                    self.keys.decided(delivery.raw.position.stream_seq);
                     self.audit.decided(accounts_from, delivery.raw.position);
                 }
                 acknowledgements.push((reply, outcome.acknowledgement()));
@@ -349,6 +365,7 @@ impl Worker {
         self.telemetry.health.set_parked(self.parked.len());
         // While draining, these may be the last acknowledgements on this connection.
         self.acknowledge(acknowledgements, if draining { Receipt::Last } else { Receipt::None }).await;
+        self.hand_back_blocked().await;
     }
 
     /// Sends acknowledgements. With a receipt, it waits until the server has the last one, and therefore all of them. What does

@@ -232,6 +232,7 @@ fn delivery(id: u8, other: bool) -> Delivery {
         ignored: None,
         attempt: 1,
         plan: Plan::Apply,
+        key: None,
     }
 }
 

@@ -29,6 +29,7 @@ mod http_calls;
 mod ids;
 mod ignored;
 mod inputs;
+mod keys;
 mod message_ids;
 mod model;
 mod network;

@@ -223,6 +223,7 @@ impl Message {
             ignored: None,
             attempt: 1,
             plan: Plan::Apply,
+            key: None,
         }
     }
 }

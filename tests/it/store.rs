@@ -16,7 +16,7 @@ use order_processor::model::outcome::{Outcome, Reason};
 use order_processor::model::plan::Plan;
 use order_processor::store::{
     self, Attempts, AttemptsRecord, Claim, Connection, Direction, Earlier, ErrorClass, OpenError, OutboxStep,
-    OutboxTaken, Pause, Presence, ProcessedId, Prunable, Reader, Rows, Store, Tx,
+    OutboxTaken, Pause, Presence, ProcessedId, Prunable, Reader, Retry, Rows, Store, Tx,
 };
 use tempfile::TempDir;
 
@@ -48,6 +48,7 @@ fn delivery(id: &str, payload: &str, stream_seq: u64) -> Delivery {
         ignored: None,
         attempt: 1,
         plan: Plan::Apply,
+        key: None,
     }
 }
 
@@ -471,6 +472,25 @@ async fn write_row(tx: &mut Tx<'_>, id: &str, payload: &str) {
 
 fn ids(rows: &[OutboxRow]) -> Vec<&str> {
     rows.iter().map(|row| row.id.as_str()).collect()
+}
+
+#[tokio::test]
+async fn a_retry_of_an_order_with_a_key_is_known_to_the_next_process() {
+    for (_folder, database) in databases() {
+        let mut store = open(&database).await;
+        assert_eq!(store.retries(), []);
+        let mut tx = store.begin().await.unwrap();
+        for (id, failed) in [("a", 1), ("no key", 1), ("done", 1)] {
+            tx.set_attempts(id, Attempts { failed, started: 0 }, Some("busy"), NOW).await.unwrap();
+        }
+        let retry = Retry { stream_seq: 7, key: "customer".into(), due_ns: 99 };
+        tx.set_retry("a", &retry).await.unwrap();
+        tx.set_retry("done", &Retry { stream_seq: 8, ..retry.clone() }).await.unwrap();
+        tx.record(&mut [(&delivery("done", "x", 8), &mut Outcome::Applied)], NOW).await.unwrap();
+        tx.commit().await.unwrap();
+        store.close().await.unwrap();
+        assert_eq!(open(&database).await.retries(), [retry]);
+    }
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use crate::model::delivery::{Delivery, headers_json};
 use crate::model::label::Label;
 use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::store::sql::{chunks, values};
-use crate::store::{Attempts, Claim, Earlier, Error};
+use crate::store::{Attempts, Claim, Earlier, Error, Retry};
 
 /// One open transaction, and what the store remembers of its connection.
 #[derive(Debug)]
@@ -164,6 +164,16 @@ impl Tx<'_> {
              ON CONFLICT (id) DO UPDATE SET failed = excluded.failed, started = excluded.started, \
              last_error = coalesce(excluded.last_error, last_error), updated_at = excluded.updated_at";
         self.execute("writing the attempts", sql.to_owned(), arguments).await.map(drop)
+    }
+
+    pub async fn set_retry(&mut self, id: &str, retry: &Retry) -> Result<(), Error> {
+        let mut arguments = SqliteArguments::default();
+        bind(&mut arguments, to_i64(retry.stream_seq))?;
+        bind(&mut arguments, retry.key.clone())?;
+        bind(&mut arguments, retry.due_ns)?;
+        bind(&mut arguments, id)?;
+        let sql = "UPDATE attempts SET stream_seq = ?, order_key = ?, due_at = ? WHERE id = ?".to_owned();
+        self.execute("recording a retry", sql, arguments).await.map(drop)
     }
 
     async fn forget_attempts(&mut self, deliveries: &[&Delivery]) -> Result<(), Error> {

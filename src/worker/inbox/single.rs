@@ -14,7 +14,7 @@ use crate::model::outcome::{Ignored, Outcome, Reason};
 use crate::model::plan::Plan;
 use crate::model::text::{chain, panic_text, shortened};
 use crate::model::time::seconds_text;
-use crate::store::{Attempts, Claim, Earlier, Error, ErrorClass, Tx};
+use crate::store::{Attempts, Claim, Earlier, Error, ErrorClass, Retry, Tx};
 use crate::worker::retry::{NextStep, RetryPolicy};
 
 /// Characters of an id in the text of a conflict. The whole id is in the dead letter.
@@ -121,8 +121,13 @@ pub(super) async fn failed(
         NextStep::DeadLetter(reason) => dead(reason, error),
         NextStep::Again(delay) => Outcome::Retry { delay: RetryPolicy::jitter(delay, fastrand::f64()), error },
     };
-    if let Outcome::Retry { error, .. } = &outcome {
+    if let Outcome::Retry { error, delay } = &outcome {
         tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?;
+        if let Some(key) = &delivery.key {
+            let due_ns = now_ns.saturating_add(i64::try_from(delay.as_nanos()).unwrap_or(i64::MAX));
+            let retry = Retry { stream_seq: delivery.raw.position.stream_seq, key: key.clone(), due_ns };
+            tx.set_retry(&delivery.id, &retry).await?;
+        }
     }
     tx.record(&mut [(delivery, &mut outcome)], now_ns).await?;
     Ok(outcome)

@@ -29,7 +29,7 @@ impl Worker {
     pub(super) fn start_calls(&mut self) {
         let may_commit = self.outages.retry_at().is_none_or(|at| at <= Instant::now()) && self.acceptance.is_accepted();
         if may_commit && !self.draining.is_cancelled() {
-            self.calls.start();
+            self.calls.start(&self.keys);
         }
     }
 

@@ -72,7 +72,7 @@ impl Worker {
     async fn finish_all(&mut self) -> Result<(), WorkerError> {
         loop {
             self.start_job();
-            self.calls.start();
+            self.calls.start(&self.keys);
             if !matches!(self.writer, Writer::Busy(_)) && !self.calls.are_running() {
                 return Ok(());
             }

@@ -31,6 +31,7 @@ impl Worker {
             // sequence and would acknowledge a message of the new stream: nothing is sent.
             self.held.clear();
             self.parked.clear();
+            self.keys.clear();
             self.audit.distrust();
             self.view = None;
             for Arrival { raw, reply } in former {
@@ -46,7 +47,8 @@ impl Worker {
         self.filtered = self.consumer.reader().is_some_and(|reader| reader.is_filtered());
         self.receive(current);
         self.acceptance.ask(&self.config.consumer, &view);
-        self.observe(view, Some(limits));
+        self.observe(view.clone(), Some(limits));
+        self.order_after_bind(&view);
     }
 
     /// What the server has given up may arrive before the first bind is recorded. It was delivered before, so the record of the
@@ -87,10 +89,12 @@ impl Worker {
             // The stream lost its tail. The held deliveries of the tail are still applied.
             self.held.cut_after(last_seq);
             self.parked.cut_after(last_seq);
+            self.keys.retain(|stream_seq| stream_seq <= last_seq);
             self.audit.distrust();
         }
         self.acceptance.observe(&self.config.consumer, &view);
         self.parked.observe(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
+        self.observe_order(&view);
         if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {
             tracing::warn!(pending = view.num_pending, "waiting for the end of the consumer's pause");
         }
