@@ -22,7 +22,7 @@ use super::client::Client;
 use super::error::{Blame, Error, Trouble};
 pub use super::event::{Capacity, Event, Receipt};
 use super::gaps::{Figures, Notice, Positions};
-use super::gate::{self, Expectations, Severity};
+use super::gate::{self, Expectations, Finding, Severity};
 use super::limits;
 pub use super::limits::Limits;
 use super::link::{Link, is_connected};
@@ -288,12 +288,14 @@ impl Consumer {
 
     /// Draws the conclusions from a look while bound. An edited consumer is examined as at the start, and followed.
     fn observe(&mut self, snapshot: &Snapshot) -> Result<Event, Trouble> {
-        let (refused, warnings) = gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config))
-            .into_iter()
-            .partition::<Vec<_>, _>(|finding| finding.severity == Severity::Refused);
+        let (refused, mut warnings) =
+            gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config))
+                .into_iter()
+                .partition::<Vec<_>, _>(|finding| finding.severity == Severity::Refused);
         if !refused.is_empty() {
             return Err(Error::Refused(refused).into());
         }
+        warnings.extend(gate::lost_origins(&snapshot.stream).map(Finding::warned));
         self.notices.warn(warnings);
         let notices = self.positions.observe(Figures::of(snapshot));
         self.take_notices(&notices);

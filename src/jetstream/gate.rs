@@ -12,7 +12,7 @@ use crate::config::{Config, IdScope};
 mod consumer;
 mod stream;
 
-pub use stream::unauditable;
+pub use stream::{lost_origins, unauditable};
 
 /// The shortest `ack_wait` that the daemon can keep a delivery alive with.
 pub const ACK_WAIT_MIN: Duration = Duration::from_secs(1);
@@ -22,6 +22,12 @@ pub const ACK_WAIT_MIN: Duration = Duration::from_secs(1);
 pub struct Finding {
     pub severity: Severity,
     pub text: String,
+}
+
+impl Finding {
+    pub(super) fn warned(text: String) -> Self {
+        Self { severity: Severity::Warned, text }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,10 +71,9 @@ impl Expectations {
 /// All findings, the refusals first.
 pub fn examine(stream: &StreamInfo, consumer: &ConsumerInfo, ours: Expectations) -> Vec<Finding> {
     let refused = |text| Finding { severity: Severity::Refused, text };
-    let warned = |text| Finding { severity: Severity::Warned, text };
     let mut findings: Vec<Finding> = refusals(stream, consumer, ours).into_iter().map(refused).collect();
-    findings.extend(consumer::warnings(stream, consumer, ours).into_iter().map(warned));
-    findings.extend(stream::warnings(stream, ours).into_iter().map(warned));
+    findings.extend(consumer::warnings(stream, consumer, ours).into_iter().map(Finding::warned));
+    findings.extend(stream::warnings(stream, ours).into_iter().map(Finding::warned));
     findings
 }
 

@@ -97,8 +97,8 @@ impl<W: Write> CheckReport<'_, W> {
                 Severity::Warned => self.warn(&finding.text)?,
             }
         }
-        if let Some(limit) = gate::unauditable(&found.stream) {
-            self.warn(&limit)?;
+        for warning in gate::unauditable(&found.stream).into_iter().chain(gate::lost_origins(&found.stream)) {
+            self.warn(&warning)?;
         }
         let pull = permissions::to_pull(visit, &config.consumer).await;
         let acknowledge = permissions::to_acknowledge(visit, &config.consumer).await;

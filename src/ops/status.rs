@@ -149,8 +149,9 @@ impl Observer<'_> {
         });
         let num_waiting = found.as_ref().map_or(0, |found| found.consumer.num_waiting as u64);
         let counted = daemon.as_ref().map(|daemon| daemon.other_pulls);
-        let warnings =
+        let mut warnings: Vec<String> =
             other_pulls::warning_of_a_command(&config.consumer.name, num_waiting, counted).into_iter().collect();
+        warnings.extend(found.as_ref().and_then(|found| gate::lost_origins(&found.stream)));
         StatusReport { pause, daemon, warnings, ..StatusReport::new(config, found, counts, problems) }
     }
 

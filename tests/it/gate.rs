@@ -260,3 +260,51 @@ async fn a_filter_that_matches_no_subject_of_the_stream_is_named() {
     let check = spec.run_ok(&["check"]).await;
     assert!(!check.stdout.contains("is for"), "{check:?}");
 }
+
+/// The consumer looks idle: nothing is pending.
+#[tokio::test]
+async fn a_mirror_without_contact_to_its_origin_is_named() {
+    let mut server = NatsServer::start().await;
+    let broker = Broker::connect(&server).await;
+    let origin = stream::Config { name: "ORIGIN".to_owned(), ..stream_config() };
+    broker.jetstream.create_stream(origin.clone()).await.unwrap();
+    let mirror = stream::Source { name: "ORIGIN".to_owned(), ..stream::Source::default() };
+    let mirror = stream::Config { subjects: Vec::new(), mirror: Some(mirror), ..stream_config() };
+    broker.create(mirror, consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let lost = "stream ORDERS copies the messages of ORIGIN, but its server has had no contact";
+    let mut worker = spec.start();
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+    // A healthy mirror that is idle, also just after a start of its server.
+    server.stop().await;
+    server.restart().await;
+    worker.ready().await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(worker.lines(&[lost]), 0, "{}", worker.log());
+
+    broker.jetstream.delete_stream("ORIGIN").await.unwrap();
+    worker.logged(&["WARN", lost]).await;
+    worker.ready().await;
+    for command in ["check", "status"] {
+        let finished = spec.run_ok(&[command]).await;
+        assert!(finished.stdout.contains(lost), "{command}: {finished:?}");
+    }
+    worker.drain().await;
+
+    // The time of the last contact does not outlive the server.
+    server.stop().await;
+    server.restart().await;
+    let mut worker = spec.start();
+    worker.logged(&["WARN", lost]).await;
+    eventually("the client is connected again", PATIENCE, async || {
+        broker.jetstream.create_stream(origin.clone()).await.map(drop).map_err(|error| error.to_string())
+    })
+    .await;
+    eventually("the warning ends", PATIENCE, async || {
+        let checked = spec.run_ok(&["check"]).await.stdout;
+        if checked.contains(lost) { Err(checked) } else { Ok(()) }
+    })
+    .await;
+    worker.drain().await;
+}

@@ -1,5 +1,7 @@
 //! What the gate warns of in a stream.
 
+use std::time::Duration;
+
 use async_nats::jetstream::stream::{DiscardPolicy, Info as StreamInfo, RetentionPolicy, StorageType};
 
 use super::Expectations;
@@ -94,6 +96,26 @@ fn sources(stream: &StreamInfo, ours: Expectations) -> Option<String> {
     let sharing = "; of two orders with one id in two sources, only one is applied: if the sources do not agree on their ids, set \
                    inbox.id_scope to a header that tells them apart";
     Some(if ours.has_tenants { copies } else { copies + sharing })
+}
+
+/// The server asks each origin for a sign of life every second, even if the origin has no messages (nats-server 2.15).
+const CONTACT_MAX: Duration = Duration::from_secs(30);
+
+/// Origins of a mirror or of sources without contact: the consumer then looks idle. Not for a look just after a connect: a server
+/// needs about a second after its start to reach an origin.
+pub fn lost_origins(stream: &StreamInfo) -> Option<String> {
+    let origins = stream.mirror.iter().chain(&stream.sources);
+    let is_lost = |active: Option<Duration>| active.is_none_or(|active| active > CONTACT_MAX);
+    let lost: Vec<&str> = origins.filter(|origin| is_lost(origin.active)).map(|origin| origin.name.as_str()).collect();
+    (!lost.is_empty()).then(|| {
+        format!(
+            "stream {} copies the messages of {}, but its server has had no contact with that stream for more than {} s, or since its \
+             start: orders that are published there do not arrive; check whether the stream exists and its server is connected",
+            stream.config.name,
+            lost.join(" and of "),
+            CONTACT_MAX.as_secs()
+        )
+    })
 }
 
 /// Why `audit` cannot find the orders that the database lost, if it cannot.
