@@ -34,6 +34,19 @@ async fn a_conflict_names_the_earlier_message_and_what_differs() {
     assert_eq!(undecodable, "inbox.id_pointer /id needs a JSON payload, but the payload is not valid JSON");
 }
 
+/// The digest is of the payload alone: the same order may come on another subject.
+#[tokio::test]
+async fn in_a_scope_without_the_subject_a_conflict_is_about_the_payload() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url()).set("inbox.id_pointer", "/id").set("inbox.id_scope", "stream");
+    broker.publish_to("ORDERS.new", headers(&[]), br#"{"id":7,"n":1}"#.to_vec()).await;
+    broker.publish_to("ORDERS.paid", headers(&[]), br#"{"id":7,"n":1}"#.to_vec()).await;
+    broker.publish_to("ORDERS.paid", headers(&[]), br#"{"id":7,"n":2}"#.to_vec()).await;
+    spec.run_ok(&["run", "--until-idle"]).await;
+    let errors = spec.db().texts("SELECT error FROM dead_letters").await;
+    assert!(errors.len() == 1 && errors[0].ends_with("), with another payload"), "{errors:?}");
+}
+
 #[tokio::test]
 async fn dropped_conflicts_are_counted_and_logged_once() {
     let (server, broker) = Broker::story().await;

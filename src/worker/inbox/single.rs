@@ -190,13 +190,15 @@ pub(super) async fn of_known(
     })
 }
 
-/// Names the earlier message and what differs. Only an id that begins with the subject proves that the subject is the same.
+/// Names the earlier message and what differs. The subject cannot differ if the id begins with it, or if the digest is of the
+/// payload alone.
 fn conflict_text(delivery: &Delivery, earlier: Option<Earlier>) -> String {
     let by = earlier.map_or_else(String::new, |Earlier { stream_seq, processed_at_ns }| {
         format!(" by stream sequence {stream_seq} (processed at {})", seconds_text(processed_at_ns))
     });
     let same_subject = delivery.id.strip_prefix(&*delivery.raw.subject).is_some_and(|rest| rest.starts_with(' '));
-    let what = if same_subject { "payload" } else { "subject or payload" };
+    let any_subject = delivery.digest == Digest::of("", &delivery.raw.payload);
+    let what = if same_subject || any_subject { "payload" } else { "subject or payload" };
     format!("message id {:?} was used before{by}, with another {what}", shortened(&delivery.id, ID_MAX))
 }
 
