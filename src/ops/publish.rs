@@ -14,6 +14,7 @@ use super::setup;
 use crate::config::Config;
 use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials};
 use crate::model::id::MESSAGE_ID_HEADER;
+use crate::model::subject::SubjectPattern;
 use crate::ops::progress::Progress;
 
 /// Publishes whose receipt is awaited at a time; bounds memory and what is in doubt after a failure.
@@ -67,9 +68,15 @@ pub enum PublishError {
     #[error("line {number} of {} is longer than any server accepts", path.display())]
     TooLong { path: PathBuf, number: u64 },
     #[error(
-        "order {number} was not stored ({error}); {stored} were. Repeat from there with {rest} --start {number} {ids}"
+        "order {number} {problem} ({error}); {stored} were stored. Repeat from there with {rest} --start {number} {ids}"
     )]
-    NotStored { number: u64, stored: u64, rest: String, ids: String, error: String },
+    NotStored { number: u64, problem: &'static str, stored: u64, rest: String, ids: String, error: String },
+    #[error(
+        "stream {stream} has no_ack: the server sends no receipt, so `publish` does not know whether orders {number} to {last} are \
+         stored. All of them were sent. Check with `nats stream info {stream}` before you repeat them. With no_ack = false, the server \
+         sends receipts"
+    )]
+    NoReceipts { stream: String, number: u64, last: u64 },
 }
 
 impl std::fmt::Display for Published {
@@ -83,7 +90,11 @@ impl PublishError {
     pub fn is_about_flags(&self) -> bool {
         match self {
             Self::Subject(_) | Self::IdPrefix(_) | Self::TooMany { .. } => true,
-            Self::Connect(_) | Self::Input { .. } | Self::TooLong { .. } | Self::NotStored { .. } => false,
+            Self::Connect(_)
+            | Self::Input { .. }
+            | Self::TooLong { .. }
+            | Self::NotStored { .. }
+            | Self::NoReceipts { .. } => false,
         }
     }
 }
@@ -256,13 +267,30 @@ impl PublishRun {
         if self.subject != subject_of(&self.stream) {
             rest = format!("{rest} --subject {}", quoted(&self.subject));
         }
+        let is_unknown = matches!(error.kind(), PublishErrorKind::TimedOut | PublishErrorKind::BrokenPipe);
+        if is_unknown && self.sends_no_receipts().await {
+            return PublishError::NoReceipts { stream: self.stream.clone(), number, last: self.number - 1 };
+        }
+        let problem = match is_unknown && self.denials.last().is_none() {
+            true => "has no receipt, and may be stored",
+            false => "was not stored",
+        };
         let error = match error.kind() {
             PublishErrorKind::StreamNotFound => {
                 format!("no stream has the subject {}; {}", self.subject, self.remedy().await)
             }
             _ => self.denials.last().map_or_else(|| error.to_string(), |denied| denied.to_string()),
         };
-        PublishError::NotStored { number, stored, rest, ids, error }
+        PublishError::NotStored { number, problem, stored, rest, ids, error }
+    }
+
+    /// Whether the subject belongs to the stream, and the stream has `no_ack`.
+    async fn sends_no_receipts(&self) -> bool {
+        let Ok(Ok(stream)) = self.denials.answer(self.jetstream.get_stream(&self.stream)).await else { return false };
+        let config = &stream.cached_info().config;
+        let has_subject =
+            |filter: &String| filter.parse::<SubjectPattern>().is_ok_and(|pattern| pattern.matches(&self.subject));
+        config.no_ack && config.subjects.iter().any(has_subject)
     }
 
     /// What helps if no stream has the subject.

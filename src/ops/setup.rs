@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, Info as ConsumerInfo};
 use async_nats::jetstream::context::{ConsumerInfoErrorKind, CreateStreamErrorKind, GetStreamErrorKind};
-use async_nats::jetstream::stream::{self, DiscardPolicy, RetentionPolicy, StorageType, Stream};
+use async_nats::jetstream::stream::{self, ConsumerErrorKind, DiscardPolicy, RetentionPolicy, StorageType, Stream};
 use async_nats::jetstream::{Context, ErrorCode};
 use clap::{Args, ValueEnum};
 
@@ -189,8 +189,17 @@ async fn create_stream(server: &Server<'_>, args: &SetupArgs, out: &mut impl Wri
     let stream = match server.denials.answer(server.jetstream.create_stream(wanted)).await? {
         Ok(stream) => stream,
         Err(error) => {
-            let what = format!("create stream {name}{}", hint(error.kind(), &subjects));
-            return Err(SetupError::Server { what, error: error.to_string() });
+            let what = format!("create stream {name}");
+            return Err(match error.kind() {
+                CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_SUBJECT_OVERLAP => {
+                    let subjects = subjects.join(", ");
+                    let hint =
+                        format!("{what} for {subjects}, which another stream has; choose others with --subjects");
+                    refused(hint, error)
+                }
+                CreateStreamErrorKind::JetStream(error) => beyond_limit(&what, &error),
+                _ => refused(what, error),
+            });
         }
     };
     writeln!(out, "stream {name} created for {}", subjects.join(", "))?;
@@ -300,7 +309,10 @@ impl<'a> Server<'a> {
     async fn create_consumer(&self, stream: &Stream, wanted: consumer::pull::Config) -> Result<(), SetupError> {
         let what = format!("create consumer {}", wanted.durable_name.as_deref().unwrap_or_default());
         let created = self.denials.answer(stream.create_consumer(wanted)).await?;
-        created.map(drop).map_err(|error| refused(what, error))
+        created.map(drop).map_err(|error| match error.kind() {
+            ConsumerErrorKind::JetStream(error) => beyond_limit(&what, &error),
+            _ => refused(what, error),
+        })
     }
 
     async fn delete_consumer(&self, stream: &Stream, name: &str) -> Result<(), SetupError> {
@@ -329,16 +341,34 @@ pub(super) fn is_missing_stream(kind: GetStreamErrorKind) -> bool {
     matches!(kind, GetStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_NOT_FOUND)
 }
 
-fn hint(kind: CreateStreamErrorKind, subjects: &[String]) -> String {
-    match kind {
-        CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STREAM_SUBJECT_OVERLAP => {
-            format!(" for {}, which another stream has; choose others with --subjects", subjects.join(", "))
+/// The answer of the server, and the flag to give if a limit of the server, the account or the stream is the cause.
+fn beyond_limit(what: &str, error: &async_nats::jetstream::Error) -> SetupError {
+    let hint = match error.error_code() {
+        ErrorCode::STORAGE_RESOURCES_EXCEEDED | ErrorCode::ACCOUNT_RESOURCES_EXCEEDED => {
+            " with more storage than the server or the account has left; choose less with --max-bytes"
         }
-        CreateStreamErrorKind::JetStream(error) if error.error_code() == ErrorCode::STORAGE_RESOURCES_EXCEEDED => {
-            " with more storage than the server has; choose less with --max-bytes".to_owned()
+        ErrorCode::STREAM_MAX_STREAM_BYTES_EXCEEDED => {
+            " with more bytes than the account allows for one stream; choose less with --max-bytes"
         }
-        _ => String::new(),
-    }
+        ErrorCode::STREAM_MAX_BYTES_REQUIRED => {
+            " without a limit of its size, which the account requires; choose a size with --max-bytes"
+        }
+        ErrorCode::CONSUMER_MAX_PENDING_ACK_EXCESS => {
+            " with more unacknowledged messages than the account or the stream allows; choose less with --max-ack-pending"
+        }
+        ErrorCode::MAXIMUM_STREAMS_LIMIT => {
+            "; the account already has as many streams as it may have: delete one, or raise max_streams of the account"
+        }
+        ErrorCode::MAXIMUM_CONSUMERS_LIMIT => {
+            "; the stream already has as many consumers as it or the account allows: delete one, or raise max_consumers"
+        }
+        ErrorCode::STREAM_REPLICAS_NOT_SUPPORTED
+        | ErrorCode::CLUSTER_NO_PEERS
+        | ErrorCode::INSUFFICIENT_RESOURCES
+        | ErrorCode::NO_LIMITS => " with this number of copies; choose another one with --replicas",
+        _ => "",
+    };
+    refused(format!("{what}{hint}"), error)
 }
 
 pub(super) fn refused(what: String, error: impl std::fmt::Display) -> SetupError {

@@ -339,3 +339,81 @@ async fn publish_and_setup_name_the_subjects_of_a_stream_that_has_others() {
     let finished = spec.run_ok(&["setup"]).await;
     assert!(finished.stdout.contains("stream ORDERS exists for orders.*, left as it is"), "{finished:?}");
 }
+
+/// `limits`: of the account, for example `max_ack_pending: 500`.
+async fn account_with(limits: &str) -> (NatsServer, DaemonSpec) {
+    let limits = if limits.contains("max_file") { limits } else { &format!("max_file: 20GB, {limits}") };
+    let config = format!(
+        "accounts {{ SHOP: {{ jetstream: {{ max_mem: 1MB, {limits} }}, users: [{{user: shop, password: shop}}] }} }}\n\
+         no_auth_user: shop"
+    );
+    // The disk of the machine does not matter.
+    let server = NatsServer::with(ServerSpec { config, jetstream: "max_file_store: 200GB".into() }).await;
+    let spec = DaemonSpec::new(server.url());
+    (server, spec)
+}
+
+#[tokio::test]
+async fn a_limit_of_the_account_is_named_with_the_flag_to_give() {
+    for (limits, wrong, words, right) in [
+        (
+            "max_ack_pending: 500",
+            &["setup"][..],
+            "choose less with --max-ack-pending",
+            &["--max-ack-pending", "500"][..],
+        ),
+        ("max_bytes: true", &["setup", "--max-bytes", "0"], "choose a size with --max-bytes", &["--max-bytes", "1GiB"]),
+        (
+            "store_max_stream_bytes: 1GB",
+            &["setup", "--max-bytes", "2GiB"],
+            "than the account allows for one stream; choose less with --max-bytes",
+            &["--max-bytes", "512MiB"],
+        ),
+        (
+            "max_file: 1GB",
+            &["setup", "--max-bytes", "2GiB"],
+            "than the server or the account has left; choose less with --max-bytes",
+            &["--max-bytes", "512MiB"],
+        ),
+        (
+            "max_consumers: 5",
+            &["setup", "--max-bytes", "1GiB", "--replicas", "3"],
+            "choose another one with --replicas",
+            &[],
+        ),
+    ] {
+        let (_server, spec) = account_with(limits).await;
+        let finished = spec.run(wrong).await;
+        assert_eq!(finished.code, Some(1), "{limits}: {finished:?}");
+        assert!(finished.stderr.contains(words), "{limits}: {finished:?}");
+        spec.run_ok(&[&["setup"], right].concat()).await;
+        if limits.starts_with("max_ack_pending") {
+            let finished = spec.run(&["setup", "--update", "--max-ack-pending", "600"]).await;
+            assert!(finished.stderr.contains(words), "{limits}: {finished:?}");
+        }
+    }
+    for (limits, words) in [("max_streams: 1", "raise max_streams"), ("max_consumers: 1", "raise max_consumers")] {
+        let (server, spec) = account_with(limits).await;
+        let broker = Broker::connect(&server).await;
+        let taken = stream::Config { name: "OTHER".into(), subjects: vec!["other".into()], ..stream_config() };
+        let taken = if limits.starts_with("max_streams") { taken } else { stream_config() };
+        let stream = broker.jetstream.create_stream(taken).await.unwrap();
+        stream.create_consumer(pull::Config { durable_name: Some("other".into()), ..consumer_config() }).await.unwrap();
+        let finished = spec.run(&["setup"]).await;
+        assert_eq!(finished.code, Some(1), "{limits}: {finished:?}");
+        assert!(finished.stderr.contains(words), "{limits}: {finished:?}");
+    }
+}
+
+#[tokio::test]
+async fn publish_tells_that_a_stream_sends_no_receipts() {
+    let stream = stream::Config { no_ack: true, ..stream_config() };
+    let (_server, broker, spec) = server_with(stream, consumer_config()).await;
+    let finished = spec.run(&["publish", "--count", "3"]).await;
+    assert_eq!(finished.code, Some(1), "{finished:?}");
+    for words in ["stream ORDERS has no_ack", "whether orders 1 to 3 are stored", "All of them were sent"] {
+        assert!(finished.stderr.contains(words), "no {words:?}: {finished:?}");
+    }
+    assert!(!finished.stderr.contains("was not stored"), "{finished:?}");
+    assert_eq!(broker.stream_info().await.state.messages, 3, "the server has stored them");
+}

@@ -9,7 +9,7 @@ use async_nats::jetstream::response::Response;
 use async_nats::jetstream::stream::Info as StreamInfo;
 use serde_json::{Map, Value, json};
 
-use super::{Server, SetupArgs, SetupError, Unset, refused};
+use super::{Server, SetupArgs, SetupError, Unset, beyond_limit, refused};
 use crate::ops::teardown::ask;
 
 type JsonSettings = Map<String, Value>;
@@ -182,7 +182,7 @@ async fn request(server: &Server<'_>, subject: String, body: &Value, what: Strin
     let answer = server.denials.answer(server.jetstream.request::<_, _, Response<Value>>(subject, body)).await?;
     match answer.map_err(|error| refused(what.clone(), error))? {
         Response::Ok(answer) => Ok(answer),
-        Response::Err { error } => Err(refused(what, error)),
+        Response::Err { error } => Err(beyond_limit(&what, &error)),
     }
 }
 
