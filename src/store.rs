@@ -185,6 +185,13 @@ impl Store {
         }
     }
 
+    /// How many rows the outbox had when the database was opened.
+    pub fn outbox_rows_at_open(&self) -> u64 {
+        match self {
+            Self::Sqlite(store) => store.outbox_rows_at_open(),
+        }
+    }
+
     /// The last row of the outbox that was committed, as far as this store knows.
     pub fn last_outbox_row(&self) -> i64 {
         match self {

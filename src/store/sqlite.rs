@@ -18,6 +18,7 @@ use self::open::{
     beside, is_there, require_beside, require_folder, require_known_schema, require_one_name, require_sqlite,
 };
 use self::reader::counts;
+use self::retries::read_retries;
 use self::sql::failed;
 use super::{Counts, Error, ErrorClass, OpenError, Prunable, Retry, Sizes};
 
@@ -38,6 +39,7 @@ mod outbox;
 pub mod pause;
 mod prune;
 mod reader;
+mod retries;
 mod schemes;
 pub mod scratch;
 mod sql;
@@ -77,6 +79,8 @@ pub struct Store {
     ids: Ids,
     /// The last row of the outbox that is known.
     outbox_row: i64,
+    /// The rows of the outbox when the database was opened.
+    outbox_rows: u64,
     /// The size of the WAL is not checked before this.
     wal_due: Instant,
     /// `None` if another process may be the daemon.
@@ -155,6 +159,7 @@ impl Store {
             retries: Vec::new(),
             ids: Ids::default(),
             outbox_row: 0,
+            outbox_rows: 0,
             wal_due: Instant::now(),
             lock,
         })
@@ -167,7 +172,9 @@ impl Store {
             .fetch_one(&mut *connection)
             .await
             .map_err(|source| failed(READING_ATTEMPTS, source))?;
-        self.retries = read_retries(connection).await?;
+        self.retries = read_retries(&mut *connection).await?;
+        let counts = counts(connection).await.map_err(|source| failed("counting rows", source))?;
+        self.outbox_rows = counts.outbox_rows;
         Ok(())
     }
 
@@ -372,22 +379,6 @@ async fn run_migrations(connection: &mut SqliteConnection) -> Result<(), Error> 
         MigrateError::Execute(source) | MigrateError::ExecuteMigration(source, _) => failed(DOING, source),
         other => Error::new(DOING, ErrorClass::Other, other),
     })
-}
-
-async fn read_retries(connection: &mut SqliteConnection) -> Result<Vec<Retry>, Error> {
-    let rows: Vec<(i64, String, i64)> = sqlx::query_as(
-        "SELECT stream_seq, order_key, due_at FROM attempts \
-         WHERE failed > 0 AND stream_seq IS NOT NULL AND order_key IS NOT NULL AND due_at IS NOT NULL",
-    )
-    .fetch_all(connection)
-    .await
-    .map_err(|source| failed(READING_ATTEMPTS, source))?;
-    let retry = |(stream_seq, key, due_ns): (i64, String, i64)| Retry {
-        stream_seq: stream_seq.max(0).unsigned_abs(),
-        key: key.into(),
-        due_ns,
-    };
-    Ok(rows.into_iter().map(retry).collect())
 }
 
 /// A file that cannot be read counts as empty.

@@ -19,7 +19,7 @@ use crate::config::Nats;
 use crate::jetstream::outbox::Publisher;
 use crate::model::outbox::OutboxTarget;
 use crate::model::time::{age, doubled};
-use crate::store::{Counts, OutboxStep, OutboxTaken};
+use crate::store::{Counts, OutboxStep, OutboxTaken, Store};
 use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
 
@@ -37,10 +37,10 @@ const RETRY_MAX: Duration = Duration::from_secs(30);
 /// The state of the relay, between the events of the loop.
 pub struct Relay {
     stage: Stage,
-    /// Rows in the outbox; `None` before the first step.
-    rows: Option<u64>,
-    /// The last row that was committed; `None` before the first step.
-    last_row: Option<i64>,
+    /// Rows in the outbox, as far as it is known.
+    rows: u64,
+    /// The last row that was committed.
+    last_row: i64,
     /// Rows may have been published although they are there.
     in_doubt: bool,
     /// Rows up to this one were there at the last look in the streams. A later row is published for the first time.
@@ -84,13 +84,15 @@ pub struct RelayContext {
     pub own_filters: Vec<String>,
 }
 
-impl Default for Relay {
-    fn default() -> Self {
+impl Relay {
+    /// Rows that are there at the start may have been published.
+    pub fn of(store: &Store) -> Self {
+        let rows = store.outbox_rows_at_open();
         Self {
-            stage: Stage::Due,
-            rows: None,
-            last_row: None,
-            in_doubt: true,
+            stage: if rows > 0 { Stage::Due } else { Stage::Idle },
+            rows,
+            last_row: store.last_outbox_row(),
+            in_doubt: rows > 0,
             seen_through: 0,
             done: Vec::new(),
             changed: Vec::new(),
@@ -103,21 +105,19 @@ impl Default for Relay {
             reported_own: false,
         }
     }
-}
 
-impl Relay {
     /// The rows of the outbox up to `last_row` are durable.
     pub fn committed(&mut self, last_row: i64, telemetry: &Telemetry) {
-        let before = self.last_row.replace(last_row);
-        if let Some(new) = before.and_then(|before| u64::try_from(last_row - before).ok()).filter(|new| *new > 0) {
-            self.set_rows(self.rows.map(|rows| rows + new), telemetry);
+        if last_row > self.last_row {
+            self.set_rows(self.rows + (last_row - self.last_row).unsigned_abs(), telemetry);
+            self.last_row = last_row;
             self.wake();
         }
     }
 
     /// The outbox has so many rows: operators and other programs write to the database too.
     pub fn counted(&mut self, counts: Counts, telemetry: &Telemetry) {
-        self.set_rows(Some(counts.outbox_rows.saturating_sub(self.done.len() as u64)), telemetry);
+        self.set_rows(counts.outbox_rows.saturating_sub(self.done.len() as u64), telemetry);
         if counts.outbox_rows > 0 {
             self.wake();
         }
@@ -131,14 +131,14 @@ impl Relay {
         }
     }
 
-    fn set_rows(&mut self, rows: Option<u64>, telemetry: &Telemetry) {
+    fn set_rows(&mut self, rows: u64, telemetry: &Telemetry) {
         self.rows = rows;
-        telemetry.metrics.outbox_rows.set(rows.unwrap_or_default() as f64);
+        telemetry.metrics.outbox_rows.set(rows as f64);
     }
 
-    /// So many rows wait that nobody may write another one, or it is not known yet how many.
+    /// So many rows wait that nobody may write another one.
     pub fn is_full(&self) -> bool {
-        self.rows.is_none_or(|rows| rows >= ROWS_MAX)
+        self.rows >= ROWS_MAX
     }
 
     /// Nothing is left to do, or what is left has to wait.
@@ -192,13 +192,13 @@ impl Relay {
         }
         if taken.messages.is_empty() {
             self.stage = Stage::Idle;
-            self.set_rows(Some(0), telemetry);
+            self.set_rows(0, telemetry);
             self.in_doubt = false;
             self.works(telemetry);
             return;
         }
         if self.in_doubt {
-            self.set_rows(Some(taken.rows.len() as u64), telemetry);
+            self.set_rows(taken.rows.len() as u64, telemetry);
         }
         let Some(around) = around else { return };
         let targets = self.targets.clone();
@@ -235,7 +235,7 @@ impl Relay {
                 self.fails(&format!("a round ended in a panic: {error}"), telemetry);
             }
         }
-        self.set_rows(self.rows.map(|rows| rows.saturating_sub(self.done.len() as u64)), telemetry);
+        self.set_rows(self.rows.saturating_sub(self.done.len() as u64), telemetry);
     }
 
     fn rounded(&mut self, rounded: Rounded, telemetry: &Telemetry) {
@@ -282,7 +282,7 @@ impl Relay {
         self.failures = self.failures.saturating_add(1);
         // The server may have other streams now.
         self.streams.clear();
-        let rows = self.rows.unwrap_or_default();
+        let rows = self.rows;
         if self.reminder.is_due(cause) {
             tracing::error!(%cause, rows, "the outbox cannot be published; its rows wait");
         }

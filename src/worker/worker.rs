@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::OptionFuture;
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
+use tokio::time::{Instant, Interval};
 use tokio_util::sync::CancellationToken;
 
 use super::acceptance::Acceptance;
@@ -39,6 +39,7 @@ use crate::worker::inbox::{Inbox, Processed};
 use crate::worker::retry::RetryPolicy;
 
 pub use end::{Ended, Until, WorkerError};
+use looks::ticks;
 
 mod calling;
 mod drain;
@@ -123,10 +124,10 @@ impl Worker {
             parked: Parked::default(),
             keys: KeyOrder::default(),
             retries: store.retries().to_vec(),
+            relay: Relay::of(&store),
             writer: Writer::Free(Box::new(Inbox::new(store, handler.clone(), retry, config.inbox.on_conflict))),
             handler,
             outages: Outages::default(),
-            relay: Relay::default(),
             acceptance: Acceptance::default(),
             draining: CancellationToken::new(),
             cut: CancellationToken::new(),
@@ -392,11 +393,4 @@ impl Worker {
             self.held.touch(half, now);
         }
     }
-}
-
-/// For the loop's clocks.
-fn ticks(ack_wait: Duration) -> Interval {
-    let mut tick = interval(TICK_MAX.min(ack_wait / 8));
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    tick
 }

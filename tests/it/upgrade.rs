@@ -32,6 +32,9 @@ async fn downgrade(connection: &mut SqliteConnection) {
         "DROP TABLE id_schemes",
         "DROP TABLE outbox",
         "DROP TABLE outbox_targets",
+        "ALTER TABLE attempts DROP COLUMN stream_seq",
+        "ALTER TABLE attempts DROP COLUMN order_key",
+        "ALTER TABLE attempts DROP COLUMN due_at",
         "DELETE FROM _sqlx_migrations WHERE version > 3",
     ] {
         sqlx::query(sql).execute(&mut *connection).await.unwrap();
@@ -103,7 +106,7 @@ async fn two_former_ids_of_a_message_become_one_and_other_ids_stay() {
         let sql = "INSERT INTO closed_letters VALUES (?1, 's', 9, 1, 'permanent', ?2, '{}', x'', 1, x'01', 702, \
              'replayed', 'ops', 1, ?1)";
         sqlx::query(sql).bind(id).bind(error).execute(&mut former).await.unwrap();
-        let sql = "INSERT INTO attempts VALUES (?1, ?2, 0, NULL, 1)";
+        let sql = "INSERT INTO attempts (id, failed, started, updated_at) VALUES (?1, ?2, 0, 1)";
         sqlx::query(sql).bind(id).bind(i64::from(error == "first")).execute(&mut former).await.unwrap();
     }
     downgrade(&mut former).await;

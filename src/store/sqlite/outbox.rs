@@ -50,6 +50,10 @@ impl Store {
         self.outbox_row
     }
 
+    pub fn outbox_rows_at_open(&self) -> u64 {
+        self.outbox_rows
+    }
+
     pub async fn take_outbox(&mut self, step: &OutboxStep) -> Result<OutboxTaken, Error> {
         let mut tx = self.begin().await?;
         for chunk in chunks(&step.done) {

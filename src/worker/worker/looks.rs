@@ -1,8 +1,10 @@
 //! What follows from looks at stream and consumer: a bind, new limits, a lost tail, the audit.
 
-use tokio::time::Instant;
+use std::time::Duration;
 
-use super::{Until, Worker, WorkerError, ticks};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
+
+use super::{TICK_MAX, Until, Worker, WorkerError};
 use crate::handler::planned;
 use crate::jetstream::consumer::Limits;
 use crate::model::delivery::{Arrival, Delivery, Position};
@@ -184,4 +186,11 @@ fn given_up_text(max_deliver: Option<u64>) -> String {
     format!(
         "the server gave up the message: it made {deliveries} deliveries that the consumer allows, and none was acknowledged"
     )
+}
+
+/// For the loop's clocks.
+pub(in crate::worker) fn ticks(ack_wait: Duration) -> Interval {
+    let mut tick = interval(TICK_MAX.min(ack_wait / 8));
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    tick
 }
