@@ -99,8 +99,11 @@ async fn sigint_in_the_middle_of_work_hands_back_the_rest_with_one_delivery_coun
     let spec = spec.set("retry.max_attempts", "1");
     let mut worker = spec.start();
     worker.ready().await;
+    // The first upkeep is over then. It would be the first to find the database locked, and pulling would stop too early.
+    broker.publish_numbered(1..=1).await;
+    broker.acknowledged(1).await;
     let writer = spec.db().lock().await;
-    broker.publish_numbered(1..=48).await;
+    broker.publish_numbered(2..=48).await;
     eventually("the worker holds more than one batch", PATIENCE, async || {
         at_least(worker.metrics().await.get("held_deliveries"), Some(17.0))
     })
@@ -365,8 +368,11 @@ async fn a_drain_on_a_busy_database_acknowledges_what_is_committed() {
     let spec = DaemonSpec::new(server.url()).set("shutdown.timeout", NO_DEADLINE).set("batch.max_messages", "16");
     let mut worker = spec.start();
     worker.ready().await;
+    // The first upkeep is over then.
+    broker.publish_numbered(1..=1).await;
+    broker.acknowledged(1).await;
     let writer = spec.db().lock().await;
-    broker.publish_numbered(1..=50).await;
+    broker.publish_numbered(2..=50).await;
     // More than one batch: some of it has not been started, whatever becomes of the batch in hand.
     eventually("the worker holds orders", PATIENCE, async || {
         at_least(worker.metrics().await.get("held_deliveries"), Some(17.0))
