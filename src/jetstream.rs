@@ -6,6 +6,7 @@ mod client;
 pub mod connection;
 pub mod consumer;
 pub mod deletion;
+mod elsewhere;
 mod error;
 mod event;
 mod events;

@@ -1,6 +1,7 @@
 //! One attempt to bind: connect if needed, look at stream and consumer, examine them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::connection;
 use super::error::Error;
@@ -11,6 +12,9 @@ use crate::config::Config;
 use crate::model::view::Incarnation;
 use crate::telemetry::Telemetry;
 use crate::telemetry::status::Component;
+
+pub(super) const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
+const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
 
 /// The result of an attempt to bind. The link comes back in any case, if there is one.
 pub(super) type BindResult = Result<(Link, Snapshot), (Option<Link>, Error)>;
@@ -70,4 +74,9 @@ impl Rebind {
             Self::OtherConsumer | Self::OtherStream => true,
         }
     }
+}
+
+/// Before the next attempt: doubled for each failure before, with jitter.
+pub(super) fn delay(failures: u32) -> Duration {
+    (RETRY_DELAY_MIN * (1 << failures.min(6))).min(RETRY_DELAY_MAX).mul_f64(0.75 + fastrand::f64() / 2.0)
 }

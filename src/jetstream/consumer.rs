@@ -17,8 +17,9 @@ use futures_util::{FutureExt, StreamExt};
 use tokio::time::{Instant, sleep_until};
 
 use super::advisory::Advisory;
-use super::bind::{BindResult, Rebind, bind};
+use super::bind::{BindResult, RETRY_DELAY_MIN, Rebind, bind, delay};
 use super::client::Client;
+use super::elsewhere::{self, Switching};
 use super::error::{Blame, Error, Trouble};
 pub use super::event::{Capacity, Event, Receipt};
 use super::gaps::{Figures, Notice, Positions};
@@ -43,8 +44,6 @@ use crate::telemetry::metrics::NatsErrorKind;
 use crate::telemetry::status::Component;
 use crate::telemetry::{Reminder, Telemetry};
 
-const RETRY_DELAY_MIN: Duration = Duration::from_millis(100);
-const RETRY_DELAY_MAX: Duration = Duration::from_secs(5);
 /// After so many looks in a row without an answer, the daemon makes a new client.
 const NO_ANSWERS_MAX: u32 = 3;
 
@@ -71,6 +70,7 @@ pub struct Consumer {
     notices: Notices,
     pull_health: PullHealth,
     failures: u32,
+    switching: Switching,
     reminder: Reminder,
 }
 
@@ -100,6 +100,7 @@ impl Consumer {
             clean_through: Arc::default(),
             positions: Positions::default(),
             failures: 0,
+            switching: Switching::default(),
             reminder: Reminder::default(),
         }
     }
@@ -121,6 +122,7 @@ impl Consumer {
                     Err((link, error)) => {
                         self.link = link;
                         self.not_bound(&error);
+                        self.switching.follow(&error, &self.config.nats.url, self.link.as_ref()).await;
                     }
                 },
                 Phase::Bound(_) if !self.stash.is_empty() => return Event::Deliveries(std::mem::take(&mut self.stash)),
@@ -253,6 +255,7 @@ impl Consumer {
         let incarnation = snapshot.incarnation();
         let rebind = Rebind::between(self.last.replace(incarnation), incarnation);
         self.failures = 0;
+        self.switching = Switching::default();
         self.reminder.forget();
         self.notices.log_bind(rebind, &snapshot);
         self.notices.warn(gate::examine(&snapshot.stream, &snapshot.consumer, Expectations::of(&self.config)));
@@ -343,12 +346,13 @@ impl Consumer {
                     self.drop_client();
                 }
             }
-            Error::NoStream { .. }
-            | Error::NoConsumer { .. }
-            | Error::NoJetStream
-            | Error::Denied(_)
-            | Error::Recreated
-            | Error::Refused(_) => {}
+            Error::NoStream { stream, .. } => {
+                if let (Some(_), Some(link)) = (self.last, &self.link) {
+                    cause = elsewhere::cause(stream, &link.client);
+                }
+            }
+            Error::NoConsumer { .. } | Error::NoJetStream | Error::Denied(_) | Error::Recreated | Error::Refused(_) => {
+            }
         }
         if self.reminder.is_due(&cause) {
             tracing::warn!(%cause, "the daemon is not bound to the consumer and tries again");
@@ -389,9 +393,4 @@ impl Consumer {
         };
         limits::payload(limits, reply.delivered, acknowledgement)
     }
-}
-
-/// Doubled for each failure before, with jitter.
-fn delay(failures: u32) -> Duration {
-    (RETRY_DELAY_MIN * (1 << failures.min(6))).min(RETRY_DELAY_MAX).mul_f64(0.75 + fastrand::f64() / 2.0)
 }

@@ -361,3 +361,47 @@ async fn damaged_certificates_of_the_system_do_not_matter_with_a_ca_file() {
     broker.acknowledged(1).await;
     worker.drain().await;
 }
+
+#[tokio::test]
+async fn a_daemon_goes_back_to_the_server_that_has_the_stream() {
+    let (mut server, broker) = Broker::story().await;
+    let other = NatsServer::start().await;
+    let spec = DaemonSpec::new(format!("{},{}", server.url(), other.url()));
+    let mut worker = spec.start();
+    worker.ready().await;
+    broker.publish("Order Data 1").await;
+    broker.acknowledged(1).await;
+
+    server.stop().await;
+    let port = other.address().rsplit_once(':').unwrap().1.to_owned();
+    let cause = format!("(port {port}): it was deleted, or it is on another server of nats.url or in another account");
+    worker.logged(&["stream ORDERS existed when the daemon was bound", &cause]).await;
+    worker.not_ready("would create a second, empty stream").await;
+    server.restart().await;
+    worker.ready().await;
+    let broker = Broker::connect(&server).await;
+    broker.publish("Order Data 2").await;
+    broker.acknowledged(2).await;
+    worker.drain().await;
+    spec.db().applied_once(2).await;
+}
+
+#[tokio::test]
+async fn a_stream_in_another_account_is_not_created_a_second_time() {
+    let config = |user: &str| {
+        let account = |name: &str| format!("{name}: {{ jetstream: enabled, users: [{{user: {name}, password: x}}] }}");
+        format!("accounts {{ {}, {} }}\nno_auth_user: {user}", account("shop"), account("other"))
+    };
+    let mut server = NatsServer::with(ServerSpec { config: config("shop"), ..ServerSpec::default() }).await;
+    let broker = Broker::connect(&server).await;
+    broker.create(stream_config(), consumer_config()).await;
+    let spec = DaemonSpec::new(server.url());
+    let mut worker = spec.start();
+    worker.ready().await;
+    server.reconfigure(config("other")).await;
+    worker.not_ready("stream ORDERS existed when the daemon was bound").await;
+    assert_eq!(worker.lines(&["create the stream and its consumer"]), 0, "{}", worker.log());
+    server.reconfigure(config("shop")).await;
+    worker.ready().await;
+    worker.drain().await;
+}
