@@ -37,6 +37,7 @@ struct Barrier {
     expired_at: Instant,
     /// A newer message came first. So the server cannot deliver them yet, and only newer messages would come.
     overtaken: bool,
+    /// The last time when one of them came, or by which the server can deliver all of them.
     last_came_at: Instant,
 }
 
@@ -45,23 +46,21 @@ const LULL: Duration = Duration::from_secs(5);
 
 impl KeyOrder {
     /// The daemon has bound. `missing`: how many messages up to `through` were delivered, are not acknowledged and are not here.
-    /// Their last delivery runs out at `expired_at`.
-    pub fn bound(&mut self, through: u64, missing: u64, expired_at: Instant) {
+    /// Their last delivery runs out at `expired_at`. Those that the earlier process handed back for their keys come until `back_at`.
+    pub fn bound(&mut self, through: u64, missing: u64, expired_at: Instant, back_at: Instant) {
         self.barrier = (missing > 0).then_some(Barrier {
             through,
             missing,
             expired_at,
             overtaken: false,
-            last_came_at: expired_at,
+            last_came_at: expired_at.max(back_at),
         });
     }
 
     /// Ends the wait for messages that no longer come: the ack floor has passed them, or the server had the time to deliver them. It
     /// delivers such messages before newer ones.
     pub fn look(&mut self, ack_floor: u64, now: Instant) {
-        let is_over = |barrier: &Barrier| {
-            ack_floor >= barrier.through || now > barrier.expired_at.max(barrier.last_came_at) + LULL
-        };
+        let is_over = |barrier: &Barrier| ack_floor >= barrier.through || now > barrier.last_came_at + LULL;
         if self.barrier.as_ref().is_some_and(is_over) {
             self.barrier = None;
         }
@@ -75,7 +74,7 @@ impl KeyOrder {
                 barrier.overtaken |= delivery.key.is_some();
             } else if !is_again {
                 barrier.missing -= 1;
-                barrier.last_came_at = now;
+                barrier.last_came_at = barrier.last_came_at.max(now);
                 if barrier.missing == 0 {
                     self.barrier = None;
                 }
@@ -136,13 +135,13 @@ impl KeyOrder {
         delivery.key.is_none() || self.turn().takes(delivery)
     }
 
-    /// The messages that wait for one of `parked`.
-    pub fn blocked_by(&self, parked: impl Iterator<Item = u64>) -> Blocked<'_> {
-        let mut first: HashMap<&str, u64> = HashMap::new();
-        for stream_seq in parked {
+    /// The messages that wait for one of `parked`: sequences, and when they are due.
+    pub fn blocked_by(&self, parked: impl Iterator<Item = (u64, Instant)>) -> Blocked<'_> {
+        let mut first: HashMap<&str, (u64, Instant)> = HashMap::new();
+        for (stream_seq, due) in parked {
             if let Some(key) = self.keys.get(&stream_seq) {
-                let seq = first.entry(&**key).or_insert(stream_seq);
-                *seq = stream_seq.min(*seq);
+                let place = first.entry(&**key).or_insert((stream_seq, due));
+                *place = (*place).min((stream_seq, due));
             }
         }
         Blocked { first_parked: first, all: self.barrier.is_some() }
@@ -178,8 +177,8 @@ impl Turn<'_> {
 
 /// Which messages wait for parked ones, or for those that are out since before the bind.
 pub struct Blocked<'a> {
-    /// The first parked message of each key that has one.
-    first_parked: HashMap<&'a str, u64>,
+    /// The first parked message of each key that has one, and when it is due.
+    first_parked: HashMap<&'a str, (u64, Instant)>,
     /// All messages with a key wait.
     all: bool,
 }
@@ -192,7 +191,12 @@ impl Blocked<'_> {
     fn has(&self, delivery: &Delivery) -> bool {
         let Some(key) = &delivery.key else { return false };
         let first = self.first_parked.get(&**key);
-        self.all || first.is_some_and(|first| *first < delivery.raw.position.stream_seq)
+        self.all || first.is_some_and(|(first, _)| *first < delivery.raw.position.stream_seq)
+    }
+
+    /// When the message that this one waits for is due, if that is known.
+    pub fn due(&self, delivery: &Delivery) -> Option<Instant> {
+        delivery.key.as_ref().and_then(|key| self.first_parked.get(&**key)).map(|(_, due)| *due)
     }
 
     /// The places of blocked messages, the newest ones, if there are more of them than `limit`. In ascending order.
@@ -280,7 +284,7 @@ mod tests {
         let now = Instant::now();
         let later = now + Duration::from_secs(30);
         let mut keys = KeyOrder::default();
-        keys.bound(10, 2, later);
+        keys.bound(10, 2, later, now);
         assert_eq!(keys.pulls_from(), None, "perhaps the server has them ready");
         came(&mut keys, 11, "a");
         assert_eq!(keys.pulls_from(), Some(later));
@@ -292,15 +296,18 @@ mod tests {
         assert_eq!(taken(&keys, &[(4, "a"), (11, "a")]), [0_u64; 0], "the same one again is not the other one");
         came(&mut keys, 7, "b");
         assert_eq!((taken(&keys, &[(4, "a"), (7, "b"), (11, "a")]), keys.pulls_from()), (vec![4, 7, 11], None));
-        keys.bound(20, 3, later);
+        keys.bound(20, 3, later, now);
         keys.look(19, later + LULL);
         assert!(!keys.is_first(&order(4, Some("a"))));
         keys.look(19, later + LULL + Duration::from_millis(1));
         assert!(keys.is_first(&order(4, Some("a"))));
-        keys.bound(20, 3, later);
+        keys.bound(20, 3, later, now);
         keys.look(20, Instant::now());
         keys.decided(4);
         assert!(keys.is_first(&order(11, Some("a"))));
+        keys.bound(20, 3, now, later);
+        keys.look(19, later + LULL);
+        assert!(keys.has_barrier(), "an earlier process handed some back until later");
     }
 
     proptest! {

@@ -14,11 +14,14 @@ use crate::worker::retry::RetryPolicy;
 
 /// A message that did not come back for this long after its retry was due is with another client.
 const GRACE: Duration = Duration::from_secs(10);
+/// Looks at the consumer come more often than that, unless the process was frozen or the server was away.
+const LOOK_GAP: Duration = Duration::from_secs(5);
 
 /// When the retry of each message is due, by stream sequence.
 #[derive(Default)]
 pub struct Parked {
     due: HashMap<u64, Instant>,
+    looked_at: Option<Instant>,
     full: Reminder,
 }
 
@@ -54,13 +57,20 @@ impl Parked {
         self.due.contains_key(&stream_seq)
     }
 
-    pub fn stream_seqs(&self) -> impl Iterator<Item = u64> {
-        self.due.keys().copied()
+    /// The sequences of all, and when they are due.
+    pub fn due(&self) -> impl Iterator<Item = (u64, Instant)> {
+        self.due.iter().map(|(stream_seq, due)| (*stream_seq, *due))
     }
 
     /// Records a message that is handed back until then, for another reason than a failure.
     pub fn put(&mut self, stream_seq: u64, due: Instant) {
         self.due.insert(stream_seq, due);
+    }
+
+    /// Until now, the server could not deliver what was due: nothing was requested.
+    pub fn could_not_come(&mut self) {
+        let now = Instant::now();
+        self.due.values_mut().for_each(|due| *due = now.max(*due));
     }
 
     /// The stream lost the messages after this sequence.
@@ -76,6 +86,10 @@ impl Parked {
     /// Takes a new look at the consumer: the stream may have removed messages, another client may have them, and they may fill
     /// `max_ack_pending`.
     pub fn observe(&mut self, view: &ConsumerView, limits: Option<&Limits>, stream_ns: i64, telemetry: &Telemetry) {
+        let now = Instant::now();
+        if self.looked_at.replace(now).is_some_and(|before| now - before > LOOK_GAP) {
+            self.could_not_come();
+        }
         let mut removed = Ranges::default();
         self.due.keys().filter(|seq| **seq < view.stream_first_seq).for_each(|seq| removed.add(*seq));
         self.due.retain(|stream_seq, _| *stream_seq >= view.stream_first_seq);
@@ -88,7 +102,6 @@ impl Parked {
                 "messages that waited for their retry were removed from the stream"
             );
         }
-        let now = Instant::now();
         let overdue = limits.map_or(GRACE, |limits| limits.ack_wait + GRACE);
         self.due.retain(|_, due| now.saturating_duration_since(*due) < overdue);
         let (parked, out) = (self.due.len(), view.num_ack_pending);

@@ -48,7 +48,8 @@ impl Handler for Ledger {
             assert!(key == "none" || !calling.contains(&key), "two calls of key {key}: {calling:?}");
             calling.push(key.clone());
         }
-        tokio::time::sleep(Duration::from_millis(fastrand::u64(..5))).await;
+        let took = if key.starts_with("slow") { SLOW } else { Duration::from_millis(fastrand::u64(..5)) };
+        tokio::time::sleep(took).await;
         self.calling.lock().unwrap().retain(|other| *other != key);
         if self.fails(&text) {
             return Err(Failure::Retry("not yet".to_owned()));
@@ -105,6 +106,8 @@ impl Ledger {
 }
 
 const FOREVER: usize = usize::MAX;
+/// A call for a key that begins with `slow`: longer than a message with another client is expected to come back.
+const SLOW: Duration = Duration::from_secs(15);
 const FAST: &[(&str, &str)] =
     &[("retry.max_attempts", "1000"), ("retry.min_delay", "50ms"), ("retry.max_delay", "100ms")];
 
@@ -237,6 +240,45 @@ async fn a_key_that_waits_leaves_room_for_others() {
     ledger.mend();
     bench.broker.acknowledged(60).await;
     assert_in_order(&effects(&bench).await);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn newer_orders_wait_for_those_that_an_earlier_process_handed_back() {
+    let settings = [("batch.max_messages", "8"), ("retry.min_delay", "3s"), ("retry.max_attempts", "1000")];
+    let bench = Bench::new(impatient_consumer_config(), &settings).await;
+    let ledger = Ledger::failing(&[("a 1", 1)]);
+    for number in 1..=40 {
+        bench.broker.publish(format!("a {number}")).await;
+    }
+    let worker = bench.start(&ledger).await;
+    eventually("a 1 has failed", PATIENCE, async || equal(bench.spec.db().count("attempts").await, 1)).await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    worker.drain().await;
+    let worker = bench.start(&ledger).await;
+    for number in 41..=43 {
+        bench.broker.publish(format!("a {number}")).await;
+    }
+    bench.broker.acknowledged(43).await;
+    assert_in_order(&effects(&bench).await);
+    worker.drain().await;
+}
+
+#[tokio::test]
+async fn a_retry_that_nobody_could_deliver_in_time_still_comes_before_later_orders_of_its_key() {
+    let settings = [("batch.max_messages", "4"), ("retry.min_delay", "2s"), ("retry.max_attempts", "1000")];
+    let bench = Bench::new(impatient_consumer_config(), &settings).await;
+    let ledger = Arc::new(Ledger { concurrency: 4, ..Ledger::failing_somewhere(&[("a 1", 1)]) });
+    let worker = bench.start(&ledger).await;
+    bench.broker.publish("a 1").await;
+    eventually("a 1 has failed", PATIENCE, async || equal(bench.spec.db().count("attempts").await, 1)).await;
+    // They take all places, so nothing is requested from the server while they run.
+    for text in ["a 2", "slow1 1", "slow2 1", "slow3 1"] {
+        bench.broker.publish(text).await;
+    }
+    bench.broker.acknowledged(5).await;
+    let called = ledger.called.lock().unwrap().clone();
+    assert_in_order(&called);
     worker.drain().await;
 }
 

@@ -95,6 +95,9 @@ impl Worker {
             self.audit.distrust();
         }
         self.acceptance.observe(&self.config.consumer, &view);
+        if self.capacity().messages == 0 {
+            self.parked.could_not_come();
+        }
         self.parked.observe(&view, self.limits.as_ref(), self.stream_ns, &self.telemetry);
         self.observe_order(&view);
         if self.until == Until::Idle && view.paused && view.num_pending > 0 && self.waiting_for_pause.is_due("paused") {

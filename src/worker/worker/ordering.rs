@@ -14,9 +14,11 @@ use crate::store::Retry;
 
 /// Added to `ack_wait` until the server must have noticed that a delivery has run out.
 const EXPIRY_GRACE: Duration = Duration::from_secs(1);
-/// How long a message that waits for its key is handed back. The server delivers such messages before new ones, so a short time would
-/// keep new ones out.
-const HAND_BACK: Duration = Duration::from_secs(10);
+/// How long a message that waits for its key is handed back: until the message is due that it waits for, within these limits. The
+/// server delivers such messages before new ones, so a short time would keep new ones out. A later time would make newer messages
+/// of the key wait for this one.
+const HAND_BACK_MIN: Duration = Duration::from_secs(1);
+const HAND_BACK_MAX: Duration = Duration::from_secs(10);
 
 impl Worker {
     /// After a bind: messages that were delivered and are neither decided nor here come again, and newer ones of their keys wait.
@@ -32,7 +34,9 @@ impl Worker {
         let here = (self.held.len() + self.parked.len()) as u64;
         let missing = view.num_ack_pending.saturating_sub(here);
         let ack_wait = self.limits.as_ref().map_or(Duration::ZERO, |limits| limits.ack_wait);
-        self.keys.bound(view.delivered_stream_seq, missing, Instant::now() + ack_wait + EXPIRY_GRACE);
+        let now = Instant::now();
+        let (expired_at, back_at) = (now + ack_wait + EXPIRY_GRACE, now + HAND_BACK_MAX + EXPIRY_GRACE);
+        self.keys.bound(view.delivered_stream_seq, missing, expired_at, back_at);
     }
 
     /// Forgets messages that this process will not decide: they were removed, or another client has them.
@@ -48,7 +52,7 @@ impl Worker {
         if self.max_deliver().is_some() || self.draining.is_cancelled() {
             return;
         }
-        let blocked = self.keys.blocked_by(self.parked.stream_seqs());
+        let blocked = self.keys.blocked_by(self.parked.due());
         if blocked.is_empty() {
             return;
         }
@@ -60,12 +64,15 @@ impl Worker {
         if taken.is_empty() {
             return;
         }
+        let now = Instant::now();
+        let delay = |due: Instant| due.saturating_duration_since(now).clamp(HAND_BACK_MIN, HAND_BACK_MAX);
+        let delays: Vec<Duration> = taken.iter().map(|it| blocked.due(it).map_or(HAND_BACK_MAX, delay)).collect();
         let mut naks = Vec::with_capacity(taken.len());
-        for delivery in taken {
+        for (delivery, delay) in taken.into_iter().zip(delays) {
             let position = delivery.raw.position;
             if let Some((reply, _)) = self.held.answer(position) {
-                self.parked.put(position.stream_seq, Instant::now() + HAND_BACK);
-                naks.push((reply, Acknowledgement::Nak { delay: HAND_BACK }));
+                self.parked.put(position.stream_seq, now + delay);
+                naks.push((reply, Acknowledgement::Nak { delay }));
             } else {
                 self.enqueue(delivery);
             }
