@@ -18,6 +18,7 @@ use super::{Answer, Failure, Handler, Order, Service};
 use crate::model::delivery::Delivery;
 use crate::model::outcome::Reason;
 use crate::model::plan::Plan;
+use crate::model::subject::SubjectPattern;
 use crate::model::time::unix_ns;
 use crate::store::{self, Connection, Scratch, Tx};
 
@@ -68,6 +69,15 @@ impl Routes {
     pub fn summary(&self) -> String {
         let count = self.file.routes.len();
         format!("{}: {count} {}", self.file.path.display(), if count == 1 { "route" } else { "routes" })
+    }
+
+    /// Those of the subjects for which no route takes every order. An order without a route is a dead letter.
+    pub fn without_route(&self, subjects: &[String]) -> Vec<String> {
+        let takes = |subject: &SubjectPattern| {
+            self.file.routes.iter().any(|route| route.takes_all() && route.subject.covers(subject))
+        };
+        let open = subjects.iter().filter(|subject| subject.parse().is_ok_and(|subject| !takes(&subject)));
+        open.cloned().collect()
     }
 
     pub fn timeout(&self) -> Duration {

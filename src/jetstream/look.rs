@@ -143,6 +143,12 @@ impl Snapshot {
         self.stream.config.retention != RetentionPolicy::Limits
     }
 
+    /// The subjects of the messages that the server delivers.
+    pub fn subjects(&self) -> Vec<String> {
+        let filters = self.filters();
+        if self.is_filtered() { filters } else { self.stream.config.subjects.clone() }
+    }
+
     /// The subjects that the consumer is for.
     pub fn filters(&self) -> Vec<String> {
         stored::owned_filters(&self.consumer.config)

@@ -8,11 +8,10 @@ use crate::config::Config;
 use crate::handler::routes::LoadError;
 use crate::jetstream::connection::CommandClient;
 use crate::jetstream::gate::{self, Expectations, Severity};
-use crate::jetstream::look::look_for_command;
+use crate::jetstream::look::{Snapshot, look_for_command};
 use crate::jetstream::{connection, other_pulls, permissions};
 use crate::model::schemes::{IdSchemes, IdSettings};
 use crate::model::text::chain;
-use crate::model::view::ConsumerView;
 use crate::store::{self, Bind, OpenError, Presence, Reader};
 use crate::worker::message_ids;
 
@@ -31,7 +30,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResul
     let mut report = CheckReport { out, result: CheckResult::Good };
     // Wrong settings never come here: they end the program with exit code 2 and all problems at once.
     report.good("config", "every setting is valid")?;
-    let mut view = None;
+    let (mut view, mut subjects) = (None, Vec::new());
     match connection::connect_command(&config.nats).await {
         Ok(visit) => {
             let version = visit.client.try_server_info().map_or_else(|| "unknown".to_owned(), |info| info.version);
@@ -39,7 +38,9 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResul
             if let Some(text) = connection::announced_by_address(&config.nats, &visit.client.server_info()) {
                 report.warn(&text)?;
             }
-            view = report.consumer(config, &visit).await?;
+            let found = report.consumer(config, &visit).await?;
+            subjects = found.as_ref().map_or_else(Vec::new, Snapshot::subjects);
+            view = found.map(|found| found.view());
         }
         Err(error) => {
             report.bad("connection", &chain(&error))?;
@@ -49,7 +50,7 @@ pub async fn run(config: &Config, out: &mut impl Write) -> io::Result<CheckResul
             }
         }
     }
-    report.handler(config).await?;
+    report.handler(config, &subjects).await?;
     report.daemon(config, view.as_ref().map_or(0, |view| view.num_waiting)).await?;
     report.database(config, view.map(|view| Bind::of(&config.consumer, &view))).await?;
     match store::paused(&config.database) {
@@ -82,7 +83,7 @@ impl<W: Write> CheckReport<'_, W> {
     }
 
     /// What the server reports of the consumer, if there is one.
-    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<Option<ConsumerView>> {
+    async fn consumer(&mut self, config: &Config, visit: &CommandClient) -> io::Result<Option<Snapshot>> {
         let found = match look_for_command(visit, &config.consumer).await {
             Ok(found) => found,
             Err(error) => return self.bad("consumer", &chain(&error)).map(|()| None),
@@ -111,14 +112,23 @@ impl<W: Write> CheckReport<'_, W> {
                 self.bad("permissions", &format!("to {what}: {}", chain(&error)))?;
             }
         }
-        Ok(Some(found.view()))
+        Ok(Some(found))
     }
 
     /// The handler file, checked with the schema of the database.
-    async fn handler(&mut self, config: &Config) -> io::Result<()> {
+    async fn handler(&mut self, config: &Config, subjects: &[String]) -> io::Result<()> {
         let Some(file) = &config.handler.file else { return Ok(()) };
         match handler::load(config, file, Some(&config.database)).await {
-            Ok(routes) => self.good("handler", &routes.summary()),
+            Ok(routes) => {
+                self.good("handler", &routes.summary())?;
+                routes.without_route(subjects).iter().try_for_each(|subject| {
+                    self.warn(&format!(
+                        "{} has no route that takes every order with subject {subject}; an order without a route becomes a dead \
+                         letter with the reason unrouted",
+                        file.display()
+                    ))
+                })
+            }
             Err(error @ HandlerError::Load(LoadError::Problems(_))) => {
                 error.to_string().lines().try_for_each(|problem| self.bad("handler", problem))?;
                 self.result = CheckResult::Refused;

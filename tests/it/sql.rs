@@ -5,6 +5,7 @@ use crate::support::{Broker, DaemonSpec, NatsServer};
 
 mod check;
 mod failures;
+mod kills;
 mod orders;
 mod same;
 

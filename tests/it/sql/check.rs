@@ -217,3 +217,14 @@ async fn the_example_of_init_passes_the_check_and_shows_what_an_order_does() {
     assert!(shown.stdout.contains("request     POST http://127.0.0.1:8080/orders\n"), "{}", shown.stdout);
     assert!(shown.stdout.contains("call        not made; --call makes it\n"), "{}", shown.stdout);
 }
+
+#[tokio::test]
+async fn check_warns_of_subjects_of_the_consumer_that_no_route_takes() {
+    let shop = Shop::open(&SALES.replace("ORDERS.*", "ORDERS.new"), TABLES).await;
+    let found = shop.spec.run_ok(&["check"]).await.stdout;
+    assert!(found.contains("has no route that takes every order with subject ORDERS.*"), "{found}");
+    let file = format!("{SALES}[[route]]\nsubject = \"ORDERS.>\"\nrecord = true\n");
+    std::fs::write(shop.spec.folder().join("handler.toml"), file).unwrap();
+    let found = shop.spec.run_ok(&["check"]).await.stdout;
+    assert!(!found.contains("has no route"), "{found}");
+}
