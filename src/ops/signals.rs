@@ -3,7 +3,7 @@
 
 use std::io::{self, IsTerminal};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::StreamExt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -29,6 +29,10 @@ pub fn listen(stop: CancellationToken, reload: impl Fn() + Send + 'static) -> io
     // Now: when the signal comes, the terminal is gone.
     let on_terminal = io::stdin().is_terminal() || io::stderr().is_terminal();
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    // A signal between the first handlers and the stream is not in the stream.
+    if armed.load(Ordering::SeqCst) {
+        stop.cancel();
+    }
     // The task owns the stream to the end of the process: dropping it would leave SIGTERM ignored.
     tokio::spawn(async move {
         while let Some(signal) = signals.next().await {
