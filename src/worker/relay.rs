@@ -1,7 +1,8 @@
 //! The relay: publishes the rows of the outbox after the commits that wrote them, in row order, and deletes them after the receipts.
 //!
 //! It works in rounds, one at a time. A job of the writer deletes the rows that are published and reads the oldest others. Then a
-//! task publishes these. A row that cannot be published ends the round, because no later row may be stored before it.
+//! task publishes these. A row that cannot be published ends the round, because no later row may be stored before it. Only if the
+//! stream refuses a row for what it is, such as for its size, then those that were on the way behind it are stored before it.
 //!
 //! A row may be published and still be there, after a crash or without a receipt. So before the first round, and after each round
 //! without a receipt, the relay looks for the ids of all rows in their streams. It begins at the sequence that the database has on
@@ -164,7 +165,12 @@ impl Relay {
         Some(OutboxStep {
             done: self.done.clone(),
             targets: self.changed.clone(),
-            max_messages: if may_publish { ROUND_MESSAGES } else { 0 },
+            max_messages: match (may_publish, self.failures) {
+                (true, 0) => ROUND_MESSAGES,
+                // The server would store later rows of the round although it refuses the first one again.
+                (true, _) => 1,
+                (false, _) => 0,
+            },
             max_bytes: ROUND_BYTES,
             wants_all: may_publish && self.in_doubt,
         })

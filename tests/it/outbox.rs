@@ -157,6 +157,34 @@ async fn rows_without_a_stream_wait_and_the_subject_is_named() {
 }
 
 #[tokio::test]
+async fn later_rows_wait_for_one_that_the_stream_refuses() {
+    let shop = Shop::accepting().await;
+    shop.open().await;
+    let config = shop.broker.jetstream.get_stream(SHOP).await.unwrap().cached_info().config.clone();
+    let small = stream::Config { max_message_size: 300, ..config.clone() };
+    shop.broker.jetstream.update_stream(small).await.unwrap();
+    let mut worker = shop.spec.start();
+    let large = "large".repeat(100);
+    for payload in ["1", large.as_str()] {
+        shop.broker.publish(payload.to_owned()).await;
+    }
+    shop.has_rows(1).await;
+    for payload in ["3", "4"] {
+        shop.broker.publish(payload.to_owned()).await;
+    }
+    worker.not_ready("message size exceeds maximum allowed (code 400, error code 10054); 3 rows wait").await;
+    // Two more tries.
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    shop.has_rows(3).await;
+    shop.broker.jetstream.update_stream(config).await.unwrap();
+    shop.stored(4).await;
+    let payloads: Vec<String> = shop.events().await.into_iter().map(|event| event.payload).collect();
+    assert_eq!(payloads, ["1", &large, "3", "4"]);
+    worker.ready().await;
+    worker.drain().await;
+}
+
+#[tokio::test]
 async fn a_row_that_cannot_be_published_makes_its_order_a_dead_letter_alone() {
     let shop = Shop::with(
         "INSERT INTO outbox (id, subject, headers, payload) SELECT coalesce(payload ->> 'id', new.id), \
