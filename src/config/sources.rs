@@ -105,13 +105,17 @@ fn is_quoted(value: &str) -> bool {
     ['"', '\''].iter().any(|mark| value.len() > 1 && value.starts_with(*mark) && value.ends_with(*mark))
 }
 
-/// The variable that `ORDER_PROCESSOR_BATCH__MAX_BYTES` was to be. `None` for what deployments put under the same prefix, such as
-/// the `ORDER_PROCESSOR_PORT_9464_TCP` of a Kubernetes service: that has no two underscores after one of our sections.
+/// The variable that `ORDER_PROCESSOR_BATCH__MAX_BYTES` or `ORDER_PROCESSOR_NATS_URL` was to be. `None` for what deployments put under
+/// the same prefix, such as the `ORDER_PROCESSOR_PORT_9464_TCP` of a Kubernetes service: that is not a setting and has no two
+/// underscores after one of our sections.
 fn with_one_underscore(name: &str) -> Option<String> {
     let prefix = ENV_PREFIX.len() - 1;
     let (start, rest) = (name.get(..prefix)?, name.get(prefix..)?);
     if !start.eq_ignore_ascii_case(&ENV_PREFIX[..prefix]) || rest.starts_with('_') {
         return None;
+    }
+    if let Some(setting) = SETTINGS.iter().find(|setting| setting.key.replace('.', "_").eq_ignore_ascii_case(rest)) {
+        return Some(variable(setting.key));
     }
     let (section, _) = rest.split_once("__")?;
     sections().find(|known| known.eq_ignore_ascii_case(section))?;

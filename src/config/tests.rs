@@ -432,6 +432,8 @@ fn kubernetes_service_links_do_not_matter() {
 fn a_variable_with_one_underscore_too_few_is_refused_rather_than_ignored() {
     let line = problem("", &[("ORDER_PROCESSOR_BATCH__MAX_MESSAGES", "3")]);
     assert_holds(&line, &["environment ORDER_PROCESSOR_BATCH__MAX_MESSAGES: unknown key"]);
+    let single = problem("", &[("ORDER_PROCESSOR_NATS_URL", "nats://a")]);
+    assert_holds(&single, &["environment ORDER_PROCESSOR_NATS_URL: unknown key", "ORDER_PROCESSOR__NATS__URL?"]);
     assert_holds(&line, &["did you mean ORDER_PROCESSOR__BATCH__MAX_MESSAGES?"]);
     let line = problem("", &[("order_processor_nats__tls__ca_fil", "hunter2")]);
     assert_holds(&line, &["did you mean ORDER_PROCESSOR__NATS__TLS__CA_FILE?"]);

@@ -73,6 +73,12 @@ pub enum AuditError {
     Open(#[from] OpenError),
     #[error(transparent)]
     Unbound(Unbound),
+    #[error(
+        "another client pulls from consumer {consumer} ({num_waiting} open pulls), and this database has no record of the consumer: \
+         a daemon with another database would have applied these orders already; correct database.url or the working directory, \
+         or stop the other client and repeat the command after 20 s"
+    )]
+    Pulled { consumer: String, num_waiting: usize },
     #[error("cannot listen for signals")]
     Signals(#[source] io::Error),
     #[error("stopped before message {next}: {reason}; continue with `order-processor audit --from {next}`")]
@@ -125,10 +131,15 @@ async fn audit(
     let bind = Bind::of(&config.consumer, &found.view());
     let record = lookup.binding().await.map_err(|source| AuditError::Database { next: 1, source })?;
     // A database that has no record of the consumer is what an audit may repair. One of another consumer is not.
-    match bind.judge(record.as_ref(), &[]) {
+    let unknown = match bind.judge(record.as_ref(), &[]) {
         Err(refusal @ Unbound::Other { .. }) => return Err(AuditError::Unbound(refusal)),
-        Ok(()) | Err(Unbound::Unknown { .. } | Unbound::Pruned { .. }) => {}
-    }
+        // A paused or stopped daemon has no open pull.
+        Err(Unbound::Unknown { consumer, .. }) if args.repair && found.consumer.num_waiting > 0 => {
+            return Err(AuditError::Pulled { consumer, num_waiting: found.consumer.num_waiting });
+        }
+        Err(unknown @ Unbound::Unknown { .. }) if !args.repair => Some(unknown.to_string()),
+        Ok(()) | Err(Unbound::Unknown { .. } | Unbound::Pruned { .. }) => None,
+    };
     let oldest = lookup.oldest_processed_at().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let mark = lookup.audit_mark().await.map_err(|source| AuditError::Database { next: 1, source })?;
     let settings = message_ids::wanted(&config);
@@ -144,6 +155,7 @@ async fn audit(
     let not_ours_through = record.as_ref().map_or(0, |record| record.not_ours_through);
     let mut scope = Scope::of(&config, &found, from.unwrap_or(not_ours_through + 1), oldest, mark.as_ref());
     scope.notes.extend(message_ids::difference(&schemes, &settings));
+    scope.notes.extend(unknown);
     let mut report = AuditReport::new(&found, &scope, args.format, out)?;
     let stream = AuditedStream { config: config.clone(), visit, created_ns: unix_ns(found.stream.created.into()) };
     let mut audit = AuditRun { next: scope.from, config, stream, scope, lookup, schemes, repair, stop };

@@ -110,7 +110,7 @@ enum Document {
 
 #[derive(Debug, Args)]
 struct RunArgs {
-    /// Process the pending messages, then exit
+    /// Process the pending messages, then exit; waits while the server, the stream or the consumer is missing
     #[arg(long)]
     until_idle: bool,
 }

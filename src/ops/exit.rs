@@ -177,7 +177,7 @@ impl CommandError for AuditError {
         match self {
             Self::Open(error) => error.exit(),
             Self::Connect(error) if error.is_about_settings() => Exit::Operator,
-            Self::Unbound(_) => Exit::Operator,
+            Self::Unbound(_) | Self::Pulled { .. } => Exit::Operator,
             Self::Output(error) => unwritten(error),
             Self::Connect(_)
             | Self::Bind(_)

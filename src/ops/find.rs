@@ -273,9 +273,11 @@ impl Search<'_> {
                 Err(problem) => facts.not_asked.push(format!("message {seq} of the stream: {problem}")),
             }
         }
-        if let Err(refusal @ Unbound::Other { .. }) = self.reader.judge(&server.bind()).await? {
+        if let Err(refusal @ (Unbound::Other { .. } | Unbound::Unknown { .. })) =
+            self.reader.judge(&server.bind()).await?
+        {
             facts.notes.push(refusal.to_string());
-            facts.is_unbound = true;
+            facts.is_unbound = matches!(refusal, Unbound::Other { .. });
         }
         let Some(message) = &facts.message else { return Ok(()) };
         if !facts.is_decided() && message.raw.position.stream_seq <= server.facts.settled {

@@ -90,15 +90,23 @@ pub async fn serve(listener: TcpListener, metrics: Arc<Metrics>, health: Arc<Hea
 
 /// Binds the port. Called first, so that a port in use ends the start before anything else begins.
 pub async fn listen(listen: SocketAddr) -> Result<TcpListener, ListenError> {
-    TcpListener::bind(listen).await.map_err(|source| ListenError { listen, source })
+    TcpListener::bind(listen).await.map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => ListenError::InUse(listen),
+        _ => ListenError::Other { listen, source },
+    })
 }
 
 /// The port cannot be bound.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen on {listen}, the value of http.listen")]
-pub struct ListenError {
-    pub listen: SocketAddr,
-    pub source: io::Error,
+pub enum ListenError {
+    // The advice names the other daemon first: another port would let a second daemon of the same consumer start.
+    #[error(
+        "cannot listen on {0}, the value of http.listen: another process has the port; if that is a daemon of the same consumer, \
+         do not start a second one; otherwise stop that process, or change http.listen"
+    )]
+    InUse(SocketAddr),
+    #[error("cannot listen on {listen}, the value of http.listen")]
+    Other { listen: SocketAddr, source: io::Error },
 }
 
 #[derive(Clone)]
@@ -365,7 +373,9 @@ mod tests {
     async fn a_port_in_use_is_an_error_that_names_address_and_setting() {
         let server = start().await;
         let error = listen(server.address).await.unwrap_err();
-        assert_eq!(error.to_string(), format!("cannot listen on {}, the value of http.listen", server.address));
+        let begin =
+            format!("cannot listen on {}, the value of http.listen: another process has the port", server.address);
+        assert!(error.to_string().starts_with(&begin), "{error}");
     }
 
     #[tokio::test]

@@ -58,7 +58,7 @@ pub struct SetupArgs {
     #[arg(long, value_name = "SEQ", allow_negative_numbers = true)]
     start_seq: Option<u64>,
     /// How long a delivery may stay unacknowledged [default: 30s]
-    #[arg(long, allow_hyphen_values = true, value_parser = humantime::parse_duration)]
+    #[arg(long, allow_hyphen_values = true, value_parser = ack_wait)]
     ack_wait: Option<Duration>,
     /// Messages that may be delivered and not yet acknowledged; -1 for no limit [default: 10000]
     #[arg(long, allow_negative_numbers = true)]
@@ -204,6 +204,15 @@ async fn create_stream(server: &Server<'_>, args: &SetupArgs, out: &mut impl Wri
     };
     writeln!(out, "stream {name} created for {}", subjects.join(", "))?;
     Ok(stream)
+}
+
+/// Checked before anything is changed: a running daemon would refuse the changed consumer.
+fn ack_wait(text: &str) -> Result<Duration, String> {
+    let wait = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if wait < gate::ACK_WAIT_MIN {
+        return Err(format!("at least {} is needed", humantime::format_duration(gate::ACK_WAIT_MIN)));
+    }
+    Ok(wait)
 }
 
 /// The server's own error does not name the setting of the stream.

@@ -60,8 +60,9 @@ pub enum Unbound {
     Other { ours: (String, String), stream: String, consumer: String },
     #[error(
         "the database has no record of consumer {consumer} on stream {stream}, but the consumer has acknowledged orders up to \
-         message {floor}; restore a backup of the database that has processed them, or apply the missing orders with \
-         `order-processor audit --repair`; if another program has processed them, run `order-processor adopt`"
+         message {floor}; if another database has processed them, correct database.url or the working directory; if that database is \
+         lost, restore a backup, or apply the orders again with `order-processor audit --repair`; if another program has processed \
+         them, run `order-processor adopt`"
     )]
     Unknown { stream: String, consumer: String, floor: u64 },
     #[error(

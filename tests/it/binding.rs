@@ -27,7 +27,9 @@ async fn a_lost_database_is_refused_until_the_consumer_is_adopted() {
     for _ in 0..2 {
         let refused = spec.run(&["run"]).await;
         assert_eq!(refused.code, Some(2), "{refused:?}");
-        for words in ["up to message 5", "restore a backup", "audit --repair", "order-processor adopt"] {
+        for words in
+            ["up to message 5", "restore a backup", "audit --repair", "order-processor adopt", "working directory"]
+        {
             assert!(refused.stderr.contains(words), "{words}: {refused:?}");
         }
         assert!(!refused.stderr.contains("change database.url"), "{refused:?}");
@@ -59,11 +61,34 @@ async fn a_lost_database_is_filled_again_by_an_audit_with_repair() {
     spec.run_ok(&["run", "--until-idle"]).await;
     lose_the_database(&spec);
     assert_eq!(spec.run(&["run"]).await.code, Some(2));
+    let listed = spec.run(&["audit"]).await;
+    assert!(listed.stdout.contains("note: the database has no record of consumer"), "{listed:?}");
+    let found = spec.run(&["find", "order-1"]).await;
+    assert!(found.stdout.contains("the database has no record of consumer"), "{found:?}");
     spec.run_ok(&["audit", "--repair"]).await;
     broker.publish_numbered(6..=8).await;
     spec.run_ok(&["run", "--until-idle"]).await;
     spec.db().applied_once(8).await;
     assert_eq!(spec.db().scalar("SELECT not_ours_through FROM binding").await, 0);
+}
+
+/// As in a wrong working directory: the orders are applied already, in the database of the daemon that runs.
+#[tokio::test]
+async fn a_repair_of_another_database_is_refused_while_a_daemon_pulls() {
+    let (server, broker) = Broker::story().await;
+    let owner = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=5).await;
+    let mut daemon = owner.start();
+    daemon.ready().await;
+    broker.acknowledged(5).await;
+    let stray = DaemonSpec::new(server.url());
+    assert_eq!(stray.run(&["run"]).await.code, Some(2));
+    let refused = stray.run(&["audit", "--repair"]).await;
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert!(refused.stderr.contains("another client pulls from consumer"), "{refused:?}");
+    assert_eq!(stray.db().count("orders").await, 0);
+    daemon.drain().await;
+    stray.run_ok(&["audit", "--repair"]).await;
 }
 
 #[tokio::test]

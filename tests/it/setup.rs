@@ -265,6 +265,9 @@ async fn update_changes_what_was_asked_for_and_nothing_else() {
         ..before.1
     };
     assert_eq!(after.1, wanted);
+    let refused = spec.run(&["setup", "--update", "--ack-wait", "500ms"]).await;
+    assert_eq!(refused.code, Some(2), "{refused:?}");
+    assert_eq!(broker.consumer_info().await.config.ack_wait, Duration::from_secs(40), "refused before the change");
     let again = spec.run_ok(&["setup", "--update", "--ack-wait", "40s"]).await;
     assert!(again.stdout.contains("consumer order-processor exists, left as it is"), "{again:?}");
     let found = spec.run_ok(&["check"]).await.stdout;

@@ -258,8 +258,16 @@ fn next(facts: &OrderFacts, verdict: &OrderVerdict) -> Vec<String> {
     match verdict {
         OrderVerdict::DeadLetter { reason, .. } => {
             next.push(desk("show"));
-            let as_new = if reason == "conflict" { " --as-new" } else { "" };
-            next.push(format!("after the cause is corrected: {}{as_new}; or: {}", desk("replay"), desk("discard")));
+            next.extend(match reason.as_str() {
+                "conflict" => [
+                    format!("if it repeats the earlier order: {}", desk("discard")),
+                    format!("if it is a separate order: {} --as-new", desk("replay")),
+                ],
+                _ => [
+                    format!("after the cause is corrected: {}", desk("replay")),
+                    format!("if it must not be applied: {}", desk("discard")),
+                ],
+            });
         }
         OrderVerdict::Discarded { .. } => next.push(desk("show")),
         OrderVerdict::Retrying { max_attempts, .. } => {
