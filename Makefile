@@ -8,8 +8,8 @@ help: ## list the targets
 build: ## compile the daemon (dev profile)
 	cargo build --locked
 
-demo: ## play the whole story on a real server, with the real binary; PROFILE=release for the fast build
-	@tests/tools/demo.sh
+demo: ## play the whole story on a real server, with the real binary; HANDLER=sql or http for an effect of your own
+	@tests/tools/demo$(if $(HANDLER),-$(HANDLER)).sh
 
 run: ## start a server, set it up and run the daemon in the foreground; Ctrl-C stops
 	@tests/tools/run.sh

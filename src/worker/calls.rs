@@ -370,7 +370,8 @@ impl Watched {
     fn report(&mut self, held: usize) -> Option<String> {
         let away = self.host.away();
         self.metrics.set_away(away.is_some());
-        let cause = format!("{}; {held} orders wait", away?);
+        let orders = if held == 1 { "order waits" } else { "orders wait" };
+        let cause = format!("{}; {held} {orders}", away?);
         if self.reminder.is_due("away") {
             tracing::error!(host = %self.host.name, %cause, "a host is away; its orders wait, and no attempt is counted");
         }
