@@ -265,7 +265,7 @@ async fn newer_orders_wait_for_those_that_an_earlier_process_handed_back() {
 }
 
 #[tokio::test]
-async fn a_retry_that_nobody_could_deliver_in_time_still_comes_before_later_orders_of_its_key() {
+async fn a_retry_that_came_late_still_runs_before_later_orders_of_its_key() {
     let settings = [("batch.max_messages", "4"), ("retry.min_delay", "2s"), ("retry.max_attempts", "1000")];
     let bench = Bench::new(impatient_consumer_config(), &settings).await;
     let ledger = Arc::new(Ledger { concurrency: 4, ..Ledger::failing_somewhere(&[("a 1", 1)]) });
