@@ -58,7 +58,9 @@ impl Notices {
             }
         }
         let (ack_floor, pending) = (snapshot.consumer.ack_floor.stream_sequence, snapshot.consumer.num_pending);
-        tracing::info!(%stream, %consumer, ack_floor, pending, "the daemon bound to the consumer");
+        // After a kill, `pending` may be 0, and the server delivers these again only after `ack_wait`.
+        let unacknowledged = Some(snapshot.consumer.num_ack_pending).filter(|count| *count > 0);
+        tracing::info!(%stream, %consumer, ack_floor, pending, unacknowledged, "the daemon bound to the consumer");
     }
 
     /// Logs each warning once for as long as it holds.

@@ -11,7 +11,7 @@ use clap::{ArgGroup, Args};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, BufReader};
 
 use super::setup;
-use crate::config::Config;
+use crate::config::{Config, IdScope};
 use crate::jetstream::connection::{self, CommandClient, ConnectError, Denials};
 use crate::model::id::MESSAGE_ID_HEADER;
 use crate::model::subject::SubjectPattern;
@@ -125,6 +125,14 @@ pub async fn run(config: &Config, args: PublishArgs) -> Result<Published, Publis
     if prefix.is_some() && args.file.is_some() && config.inbox.id_pointer.is_some() {
         tracing::info!(
             "the orders get the header Nats-Msg-Id, which wins over inbox.id_pointer; --no-id omits the header"
+        );
+    }
+    if let IdScope::Header(name) = &config.inbox.id_scope
+        && (prefix.is_some() || config.inbox.id_pointer.is_some())
+    {
+        tracing::warn!(
+            "the orders do not have the header {name}, which inbox.id_scope needs, so their ids are missing; to set the header, \
+             publish with another client, for example `nats pub -H {name}:VALUE SUBJECT BODY`"
         );
     }
     let (start, count) = (args.start, args.count.unwrap_or_default());

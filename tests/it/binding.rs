@@ -91,6 +91,18 @@ async fn a_repair_of_another_database_is_refused_while_a_daemon_pulls() {
     stray.run_ok(&["audit", "--repair"]).await;
 }
 
+/// As after a kill: nothing is pending, and the server delivers the messages again only after `ack_wait`.
+#[tokio::test]
+async fn a_bind_logs_how_many_deliveries_a_former_client_has_left() {
+    let (server, broker) = Broker::story().await;
+    let spec = DaemonSpec::new(server.url());
+    broker.publish_numbered(1..=1).await;
+    broker.take_one().await;
+    let mut daemon = spec.start();
+    daemon.ready().await;
+    daemon.logged(&["bound to the consumer", r#""unacknowledged":1"#]).await;
+}
+
 #[tokio::test]
 async fn a_consumer_without_acks_is_accepted_wherever_it_starts() {
     let (server, broker) = Broker::story().await;
