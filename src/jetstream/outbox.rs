@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_nats::HeaderMap;
 use async_nats::jetstream::Context;
-use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
+use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::context::{GetStreamByNameErrorKind, PublishAckFuture, PublishErrorKind};
 use futures_util::StreamExt;
 use tokio::time::Instant;
@@ -169,45 +169,94 @@ impl Seeker {
         self.denials.answer(self.read(stream, from, ids)).await?
     }
 
-    async fn read(&self, stream: &str, from: SeekFrom, ids: &HashSet<&str>) -> Result<HashSet<String>, Error> {
-        const ASKED: &str = "a request for published messages";
-        let no_answer = |error: String| Error::NoAnswer { asked: ASKED, error };
-        let config = pull::Config {
-            // A name of its own, so that the permission to create it can be given.
-            name: Some(format!("order-processor-outbox-{:08x}", fastrand::u32(..))),
-            description: Some("order-processor looks for messages of its outbox".to_owned()),
-            deliver_policy: match from {
-                SeekFrom::Sequence(start_sequence) => DeliverPolicy::ByStartSequence { start_sequence },
-                SeekFrom::Time(ns) => DeliverPolicy::ByStartTime { start_time: from_unix_ns(ns).into() },
-            },
-            ack_policy: AckPolicy::None,
-            headers_only: true,
-            inactive_threshold: INACTIVE,
-            memory_storage: true,
-            num_replicas: 1,
-            ..Default::default()
-        };
-        let created = self.client.jetstream().create_consumer_on_stream(config, stream).await;
-        let consumer = created.map_err(|error| no_answer(chain(&error)))?;
-        let mut left = consumer.cached_info().num_pending;
+    /// A message that the client cannot parse ends a batch, and with it the messages behind it. They are read again, one at a time, and
+    /// that message is left out: it is none of ours.
+    async fn read(&self, stream: &str, mut from: SeekFrom, ids: &HashSet<&str>) -> Result<HashSet<String>, Error> {
         let mut found = HashSet::new();
-        while left > 0 {
-            let batch = consumer.fetch().max_messages(FETCH_MESSAGES).expires(FETCH_EXPIRES).messages().await;
-            let mut batch = batch.map_err(|error| no_answer(chain(&error)))?;
-            let before = left;
-            while let Some(message) = batch.next().await {
-                let message = message.map_err(|error| no_answer(error.to_string()))?;
-                let info = message.info().map_err(|error| no_answer(error.to_string()))?;
-                left = info.pending;
-                let id = message.headers.as_ref().and_then(|headers| headers.get(MESSAGE_ID_HEADER));
-                if let Some(id) = id.map(async_nats::HeaderValue::as_str).filter(|id| ids.contains(id)) {
-                    found.insert(id.to_owned());
-                }
+        let mut fetch_messages = FETCH_MESSAGES;
+        loop {
+            let config = consumer_config(from);
+            let consumer = self.consumer(stream, config.clone()).await?;
+            let ReadUp { is_at_end, last } = read_up(&consumer, fetch_messages, ids, &mut found).await?;
+            if is_at_end {
+                return Ok(found);
             }
-            if left == before {
-                return Err(no_answer("no message arrived".to_owned()));
+            if fetch_messages == 1 {
+                // The same consumer again: that needs no other permission.
+                let delivered = self.consumer(stream, config).await?.cached_info().delivered.stream_sequence;
+                if delivered <= last.unwrap_or_default() || delivered == 0 {
+                    return Err(no_answer("no message arrived".to_owned()));
+                }
+                (from, fetch_messages) = (SeekFrom::Sequence(delivered + 1), FETCH_MESSAGES);
+            } else {
+                from = last.map_or(from, |last| SeekFrom::Sequence(last + 1));
+                fetch_messages = 1;
             }
         }
-        Ok(found)
     }
+
+    async fn consumer(&self, stream: &str, config: pull::Config) -> Result<PullConsumer, Error> {
+        let created = self.client.jetstream().create_consumer_on_stream(config, stream).await;
+        created.map_err(|error| no_answer(chain(&error)))
+    }
+}
+
+fn consumer_config(from: SeekFrom) -> pull::Config {
+    pull::Config {
+        // A name of its own, so that the permission to create it can be given.
+        name: Some(format!("order-processor-outbox-{:08x}", fastrand::u32(..))),
+        description: Some("order-processor looks for messages of its outbox".to_owned()),
+        deliver_policy: match from {
+            SeekFrom::Sequence(start_sequence) => DeliverPolicy::ByStartSequence { start_sequence },
+            SeekFrom::Time(ns) => DeliverPolicy::ByStartTime { start_time: from_unix_ns(ns).into() },
+        },
+        ack_policy: AckPolicy::None,
+        headers_only: true,
+        inactive_threshold: INACTIVE,
+        memory_storage: true,
+        num_replicas: 1,
+        ..Default::default()
+    }
+}
+
+/// How far a consumer was read.
+struct ReadUp {
+    is_at_end: bool,
+    /// The sequence of the last message before the end, or before a message that did not arrive.
+    last: Option<u64>,
+}
+
+async fn read_up(
+    consumer: &PullConsumer,
+    fetch_messages: usize,
+    ids: &HashSet<&str>,
+    found: &mut HashSet<String>,
+) -> Result<ReadUp, Error> {
+    let mut left = consumer.cached_info().num_pending;
+    let (mut last, mut arrived) = (None, 0);
+    while left > 0 {
+        let batch = consumer.fetch().max_messages(fetch_messages).expires(FETCH_EXPIRES).messages().await;
+        let mut batch = batch.map_err(|error| no_answer(chain(&error)))?;
+        let before = arrived;
+        while let Some(message) = batch.next().await {
+            let message = message.map_err(|error| no_answer(error.to_string()))?;
+            let info = message.info().map_err(|error| no_answer(error.to_string()))?;
+            if info.consumer_sequence != arrived + 1 {
+                return Ok(ReadUp { is_at_end: false, last });
+            }
+            (left, last, arrived) = (info.pending, Some(info.stream_sequence), info.consumer_sequence);
+            let id = message.headers.as_ref().and_then(|headers| headers.get(MESSAGE_ID_HEADER));
+            if let Some(id) = id.map(async_nats::HeaderValue::as_str).filter(|id| ids.contains(id)) {
+                found.insert(id.to_owned());
+            }
+        }
+        if arrived == before {
+            return Ok(ReadUp { is_at_end: false, last });
+        }
+    }
+    Ok(ReadUp { is_at_end: true, last })
+}
+
+fn no_answer(error: String) -> Error {
+    Error::NoAnswer { asked: "a request for published messages", error }
 }

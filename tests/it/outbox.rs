@@ -7,7 +7,7 @@ use async_nats::jetstream::stream;
 use futures_util::StreamExt;
 
 use crate::auth::PUBLISH;
-use crate::support::nats::impatient_consumer_config;
+use crate::support::nats::{impatient_consumer_config, publish_raw_to};
 use crate::support::{Broker, DaemonSpec, NatsServer, PATIENCE, equal, eventually};
 
 const SHOP: &str = "SHOP";
@@ -244,6 +244,31 @@ async fn rows_published_before_a_crash_are_stored_once_beyond_the_window() {
     let events = shop.events().await;
     let accepted = events.iter().filter(|event| event.subject == "SHOP.accepted");
     assert_eq!(accepted.map(|event| event.payload.clone()).collect::<Vec<_>>(), numbered(21));
+}
+
+#[tokio::test]
+async fn published_rows_are_found_behind_messages_that_the_client_cannot_parse() {
+    let shop = Shop::accepting().await;
+    shop.open().await;
+    let mut worker = shop.spec.start();
+    shop.broker.publish("Order Data 1").await;
+    shop.stored(1).await;
+    shop.has_rows(0).await;
+    worker.kill9();
+    shop.keep_rows().await;
+    for _ in 0..2 {
+        publish_raw_to("SHOP.other", &shop.server, b"no colon", b"").await;
+    }
+    shop.broker.publish_numbered(2..=20).await;
+    let mut worker = shop.spec.start();
+    shop.stored(22).await;
+    worker.kill9();
+    shop.release_rows().await;
+    tokio::time::sleep(WINDOW * 3).await;
+    let mut worker = shop.spec.start();
+    shop.has_rows(0).await;
+    shop.stored(22).await;
+    worker.drain().await;
 }
 
 #[tokio::test]

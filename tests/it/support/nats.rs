@@ -395,10 +395,13 @@ pub fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
 
 /// Speaks the protocol by hand, because no client would send such a header.
 pub async fn publish_raw(server: &NatsServer, header: &[u8], payload: &[u8]) {
+    publish_raw_to("ORDERS.new", server, header, payload).await;
+}
+
+pub async fn publish_raw_to(subject: &str, server: &NatsServer, header: &[u8], payload: &[u8]) {
     let block = [b"NATS/1.0\r\n", header, b"\r\n\r\n"].concat();
     let total = block.len() + payload.len();
-    let start =
-        format!("CONNECT {{\"verbose\":false,\"headers\":true}}\r\nHPUB ORDERS.new {} {total}\r\n", block.len());
+    let start = format!("CONNECT {{\"verbose\":false,\"headers\":true}}\r\nHPUB {subject} {} {total}\r\n", block.len());
     let bytes = [start.as_bytes(), &block, payload, b"\r\nPING\r\n"].concat();
     let mut stream = TcpStream::connect(server.address()).await.unwrap();
     stream.write_all(&bytes).await.unwrap();
