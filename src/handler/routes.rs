@@ -16,6 +16,7 @@ use super::sql::timeout::Timeout;
 use super::sql::{self, Statement, check};
 use super::{Answer, Failure, Handler, Order, Service};
 use crate::model::delivery::Delivery;
+use crate::model::outbox::{self, OutboxRow};
 use crate::model::outcome::Reason;
 use crate::model::plan::Plan;
 use crate::model::subject::SubjectPattern;
@@ -108,7 +109,10 @@ impl Handler for Routes {
                 Ok(_) => Plan::Apply,
                 Err(error) => Plan::DeadLetter(Reason::Undecodable, format!("{}: {error}", route.name)),
             },
-            Deed::Http(_) => Plan::Call,
+            Deed::Http(endpoint) => match unpublishable(endpoint, delivery) {
+                Some(error) => Plan::DeadLetter(Reason::Permanent, format!("{}: reply: {error}", route.name)),
+                None => Plan::Call,
+            },
             Deed::Record => Plan::Apply,
             Deed::Ignore => Plan::Ignore,
         }
@@ -207,13 +211,24 @@ async fn reply(connection: &mut SqliteConnection, endpoint: &Endpoint, orders: &
     for Order { delivery, answer } in orders {
         let Some(answer) = answer.filter(|answer| !answer.body.is_empty()) else { continue };
         sqlx::query("INSERT INTO outbox (id, subject, payload) VALUES (?, ?, ?)")
-            .bind(format!("{}/reply", delivery.id))
+            .bind(reply_id(delivery))
             .bind(subject)
             .bind(answer.body.as_ref())
             .execute(&mut *connection)
             .await?;
     }
     Ok(())
+}
+
+fn reply_id(delivery: &Delivery) -> String {
+    format!("{}/reply", delivery.id)
+}
+
+/// Why the reply could not be published, if so. This must be known before the call: afterwards, the endpoint has the order.
+fn unpublishable(endpoint: &Endpoint, delivery: &Delivery) -> Option<String> {
+    let (id, subject) = (reply_id(delivery), endpoint.reply()?.to_owned());
+    let row = OutboxRow { row: 0, id, subject, headers: None, payload_bytes: 0, sought_from: None };
+    outbox::check(&row, None).err()
 }
 
 fn values(

@@ -170,7 +170,7 @@ impl Seeker {
     }
 
     /// A message that the client cannot parse ends a batch, and with it the messages behind it. They are read again, one at a time, and
-    /// that message is left out: it is none of ours.
+    /// that message is left out: the daemon did not publish it.
     async fn read(&self, stream: &str, mut from: SeekFrom, ids: &HashSet<&str>) -> Result<HashSet<String>, Error> {
         let mut found = HashSet::new();
         let mut fetch_messages = FETCH_MESSAGES;

@@ -58,8 +58,10 @@ impl Attempts {
 pub struct Retry {
     pub stream_seq: u64,
     pub key: Arc<str>,
-    /// In nanoseconds since 1970 UTC.
+    /// In nanoseconds since 1970 UTC, as the next one.
     pub due_ns: i64,
+    /// When the failure was recorded: a stream that was created later has another message at the sequence.
+    pub failed_at_ns: i64,
 }
 
 /// Which ids may be deleted. Times are in nanoseconds since 1970 UTC.

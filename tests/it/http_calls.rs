@@ -315,6 +315,23 @@ async fn a_reply_goes_to_the_outbox_under_the_id_of_its_order() {
 }
 
 #[tokio::test]
+async fn an_order_whose_reply_could_not_be_published_is_not_called() {
+    let endpoint = Endpoint::start(|_| Act::body(200, "accepted")).await;
+    let shop = Shop::new(&endpoint.url(), "reply = \"SHOP.answers\"\n", &[]).await;
+    shop.broker.publish_to("ORDERS.new", headers(&[("Nats-Msg-Id", "a\tb")]), b"{}".to_vec()).await;
+    let mut daemon = shop.spec.start();
+    shop.broker.acknowledged(1).await;
+    daemon.drain().await;
+    let letters = shop.spec.db().texts("SELECT reason || ': ' || error FROM dead_letters").await;
+    assert!(
+        matches!(&letters[..], [one] if one.starts_with("permanent: route 1: reply: ") && one.contains("its id")),
+        "{letters:?}"
+    );
+    assert_eq!(shop.spec.db().count("outbox").await, 0);
+    assert_eq!(endpoint.seen().len(), 0);
+}
+
+#[tokio::test]
 async fn a_socket_and_tls_with_a_private_authority_are_reached() {
     let folder = tempfile::tempdir().unwrap();
     let socket: PathBuf = folder.path().join("shop.sock");

@@ -483,7 +483,7 @@ async fn a_retry_of_an_order_with_a_key_is_known_to_the_next_process() {
         for (id, failed) in [("a", 1), ("no key", 1), ("done", 1)] {
             tx.set_attempts(id, Attempts { failed, started: 0 }, Some("busy"), NOW).await.unwrap();
         }
-        let retry = Retry { stream_seq: 7, key: "customer".into(), due_ns: 99 };
+        let retry = Retry { stream_seq: 7, key: "customer".into(), due_ns: 99, failed_at_ns: NOW };
         tx.set_retry("a", &retry).await.unwrap();
         tx.set_retry("done", &Retry { stream_seq: 8, ..retry.clone() }).await.unwrap();
         tx.record(&mut [(&delivery("done", "x", 8), &mut Outcome::Applied)], NOW).await.unwrap();

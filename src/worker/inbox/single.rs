@@ -125,7 +125,8 @@ pub(super) async fn failed(
         tx.set_attempts(&delivery.id, attempts, Some(error), now_ns).await?;
         if let Some(key) = &delivery.key {
             let due_ns = now_ns.saturating_add(i64::try_from(delay.as_nanos()).unwrap_or(i64::MAX));
-            let retry = Retry { stream_seq: delivery.raw.position.stream_seq, key: key.clone(), due_ns };
+            let retry =
+                Retry { stream_seq: delivery.raw.position.stream_seq, key: key.clone(), due_ns, failed_at_ns: now_ns };
             tx.set_retry(&delivery.id, &retry).await?;
         }
     }

@@ -23,9 +23,10 @@ const HAND_BACK_MAX: Duration = Duration::from_secs(10);
 impl Worker {
     /// After a bind: messages that were delivered and are neither decided nor here come again, and newer ones of their keys wait.
     pub(super) fn order_after_bind(&mut self, view: &ConsumerView) {
-        for Retry { stream_seq, key, due_ns } in std::mem::take(&mut self.retries) {
+        for Retry { stream_seq, key, due_ns, failed_at_ns } in std::mem::take(&mut self.retries) {
             let is_out = stream_seq > view.ack_floor_stream_seq && stream_seq <= view.delivered_stream_seq;
-            if is_out && !self.held.contains(stream_seq) {
+            let is_of_this_stream = failed_at_ns >= self.stream_ns;
+            if is_out && is_of_this_stream && !self.held.contains(stream_seq) {
                 let left = due_ns.saturating_sub(unix_ns(SystemTime::now())).max(0).unsigned_abs();
                 self.parked.put(stream_seq, Instant::now() + Duration::from_nanos(left));
                 self.keys.expect(stream_seq, &key);
