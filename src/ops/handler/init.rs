@@ -18,6 +18,7 @@ enum ExampleKind {
 
 #[derive(Debug, Args)]
 pub struct HandlerInitArgs {
+    /// What an order does in the example
     kind: ExampleKind,
     /// The folder, created if it does not exist; no file in it is replaced
     folder: PathBuf,

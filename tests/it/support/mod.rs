@@ -11,6 +11,7 @@ pub mod nats;
 pub mod proxy;
 
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 pub use daemon::{Daemon, DaemonSpec, Db, Finished};
@@ -61,10 +62,18 @@ pub fn signal(pid: u32, signal: &str) {
     assert!(status.expect("sh exists").success(), "cannot send {signal} to process {pid}");
 }
 
-/// A port of loopback on which nobody listens at the moment.
+/// A port of loopback on which nobody listens at the moment, and that no other test of this process gets. Below the ports that the
+/// kernel gives out by itself (32768 and up on Linux): another test could get one of these before the port is used.
 pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("loopback has a free port")
-        .port()
+    const FIRST: u32 = 10_000;
+    const COUNT: u32 = 20_000;
+    static GIVEN: AtomicU32 = AtomicU32::new(0);
+    loop {
+        // Test processes that run beside each other begin at different ports.
+        let number = std::process::id().wrapping_mul(97).wrapping_add(GIVEN.fetch_add(1, Ordering::Relaxed));
+        let port = u16::try_from(FIRST + number % COUNT).expect("it is below 32768");
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
