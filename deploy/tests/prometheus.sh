@@ -102,6 +102,18 @@ start_all() {
     export ORDER_PROCESSOR__NATS__URL=nats://127.0.0.1:$nats_port
     export ORDER_PROCESSOR__DATABASE__URL=sqlite://$work/orders.db
     export ORDER_PROCESSOR__HTTP__LISTEN=127.0.0.1:$http_port
+    # The metrics of a host are there if a route calls it.
+    cat >"$work/handler.toml" <<'TOML'
+[[route]]
+subject = "ORDERS.called"
+[route.http]
+url = "http://127.0.0.1:9/orders"
+
+[[route]]
+subject = "ORDERS.*"
+record = true
+TOML
+    export ORDER_PROCESSOR__HANDLER__FILE=$work/handler.toml
     "$order_processor" setup --max-bytes=1GiB
     "$order_processor" run 2>"$work/daemon.log" &
     daemon=$!
